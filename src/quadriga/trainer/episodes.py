@@ -139,8 +139,8 @@ class EpisodeReward:
             **sums,
             "agent/turns/mean": sum(turns) / max(1, len(turns)),
             "agent/turns/max": float(max(turns, default=0)),
-            **{f"agent/ended/{name}": float(counts[name]) for name in ("done", "turns", "length")},
-            **{f"agent/{name}": float(counts[name]) for name in FAILURES},
+            **{f"agent/ended/{name}": counts[name] / max(1, len(turns)) for name in ("done", "turns", "length")},
+            **{f"agent/{name}": counts[name] / max(1, len(turns)) for name in FAILURES},
         }
         if failed:
             self._tell(episodes, failed)
