@@ -1,5 +1,8 @@
 """Episodes of several turns between a policy and an environment.
 
+    environments what an environment is: a class in a file of the user
+    pool         processes that host the environments of episodes
+    pool_worker  the program of such a process
     turns        which tokens follow a turn that the policy has sampled
     tool_calls   what a tool is, and how calls of tools are read from a turn
     tools        `ToolEnvironment`: calls the tools, and returns their results

@@ -96,7 +96,8 @@ class EnvironmentRef:
         """Load the class once, so that its errors appear before a run starts. Raises as `load`."""
         if not code_runs():
             return self
-        ref = replace(self, content=Path(self.path).read_bytes())
+        file = Path(self.path)
+        ref = replace(self, content=file.read_bytes() if file.is_file() else None)
         ref.load()
         return ref
 

@@ -52,7 +52,8 @@ class Play:
     row: Mapping[str, object]
     turns: Sequence[str]
     timeout_s: float
-    seen: Sequence[str] = ()  # digests of what `reset` and each turn have returned before
+    # digests of observations: of `reset`, 0, and of turn 1, 2, …
+    seen: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class _Episode:
     turns: Sequence[str] | None = None  # of the call in flight
     deadline: float = 0.0
     suspect: bool = False  # a process has died in its call
-    seen: list[str] = field(default_factory=list)  # digests of all answers
+    seen: dict[int, str] = field(default_factory=dict)  # turn → digest of its answer
 
 
 class EpisodePool:
@@ -191,7 +192,7 @@ class EpisodePool:
         episode.process = process
         ref = self.environment if new else replace(self.environment, content=None)
         turns = episode.turns or []
-        seen = episode.seen if new else ()
+        seen = episode.seen if new else {}
         play = Play(number, ref, episode.row if new else {}, turns, self.timeout_s, seen)
         late = _LATE_S + (_START_S if starts else 0.0)
         episode.deadline = time.monotonic() + self.timeout_s + late
@@ -231,8 +232,8 @@ class EpisodePool:
         turns, episode.turns = episode.turns or [], None
         if answer.status in FAILURES:
             self.end(answer.episode)
-        elif len(episode.seen) == len(turns):  # otherwise a checkpoint has the turns before
-            episode.seen.append(digest(answer.messages))
+        else:
+            episode.seen[len(turns)] = digest(answer.messages)
         return answer
 
     def _fail(self, number: int, status: Status, detail: str) -> Answer:

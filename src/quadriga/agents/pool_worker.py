@@ -111,8 +111,8 @@ def _messages(found: Observation | Done | None) -> list[Message]:
 def _compare(found: Observation | Done | None, play: Play, turn: int) -> None:
     """Raise `InputError` if a turn that is played again has another answer than before."""
     ended = isinstance(found, Done) and turn < len(play.turns)
-    known = play.seen[turn] if turn < len(play.seen) else None
-    if ended or (known is not None and known != digest(_messages(found))):
+    own = digest(_messages(found))
+    if ended or own != play.seen.get(turn, own):
         raise InputError(
             f"the episode was begun again, and turn {turn} has another answer than before; draw "
             "random numbers of an environment with a seed of its row"

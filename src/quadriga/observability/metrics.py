@@ -91,6 +91,15 @@ METRICS: dict[str, MetricInfo] = {
     "stream/restarted": _I("groups", "groups so far that began again: a replica was lost", "last"),
     "stream/moved": _I("groups", "groups so far that went on on another replica", "last"),
     "stream/dropped": _I("groups", "zero-variance groups so far that were replaced", "last"),
+    # Episodes of several turns
+    "agent/turns/mean": _I("turns", "of the policy in an episode"),
+    "agent/turns/max": _I("turns", "of the policy in an episode", "max"),
+    "agent/ended/*": _I("share", "episodes that ended: done, after max_turns, or by their length"),
+    "agent/raised": _I("share", "episodes whose environment raised an exception"),
+    "agent/timed_out": _I("share", "episodes whose environment exceeded a deadline"),
+    "agent/crashed": _I("share", "episodes whose environment ended its process"),
+    "agent/reward/turn_*": _I("reward", "of this turn, over the episodes that have it"),
+    "agent/*": _I("own", "a number of the environment, its sum over the turns of an episode"),
     # Difference between rollout and training log-probabilities
     "mismatch/k1": _I("nats", "KL(rollout‖training): mean of −Δ, Δ = log π_train − log π_rollout"),
     "mismatch/k3": _I("nats", "KL(rollout‖training): mean of e^Δ − 1 − Δ"),

@@ -4,6 +4,7 @@
                     complete ones a step may train
     queue.py        `PromptQueue`: the prompt groups on their way, each in one state
     generation.py   `SlicedGeneration`: generates the responses of the groups, slice by slice
+    episodes.py     rows that wait for their environments
     replicas.py     worker groups of the rollout that fail and start again one by one
     saved.py        the groups on their way in a checkpoint
     timeline.py     when a run was at work, from its record; a file for Perfetto

@@ -318,8 +318,7 @@ class Episodes:
 
 def _columns(group: PromptGroup, row: int) -> Mapping[str, object]:
     """Return the data row of a row of a group."""
-    arrays = group.prompts.non_tensor_batch
-    columns: Mapping[str, object] = arrays[fields.COLUMNS][row]
+    columns: Mapping[str, object] = group.prompts.non_tensor_batch[fields.COLUMNS][row]
     return columns
 
 

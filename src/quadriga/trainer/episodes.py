@@ -139,7 +139,10 @@ class EpisodeReward:
             **sums,
             "agent/turns/mean": sum(turns) / max(1, len(turns)),
             "agent/turns/max": float(max(turns, default=0)),
-            **{f"agent/ended/{name}": counts[name] / max(1, len(turns)) for name in ("done", "turns", "length")},
+            **{
+                f"agent/ended/{name}": counts[name] / max(1, len(turns))
+                for name in ("done", "turns", "length")
+            },
             **{f"agent/{name}": counts[name] / max(1, len(turns)) for name in FAILURES},
         }
         if failed:

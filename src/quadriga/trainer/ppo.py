@@ -31,7 +31,7 @@ from quadriga.checkpoint.folders import ControllerState, Resumed
 from quadriga.config.paths import absolute_paths
 from quadriga.config.role_ranks import has_replicas
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import MismatchError, PlacementError, QuadrigaError
+from quadriga.errors import ConfigError, MismatchError, PlacementError, QuadrigaError
 from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards.tensors import BatchFunction, batch_reward
@@ -113,6 +113,9 @@ class RayPPOTrainer:
         components = config.algorithm.reward_components
         reward = None if reward_fn is None else batch_reward(reward_fn, components)
         if config.agent.path is not None:
+            if reward is not None:
+                problem = "scores the episodes, so reward_fn is never called; pass no reward_fn"
+                raise ConfigError(f"agent.path={config.agent.path} {problem}", key="agent.path")
             reward = EpisodeReward(config.agent)
         self.ingredients = ingredients or load_ingredients(config, reward)
         self.role_worker_mapping = mapping

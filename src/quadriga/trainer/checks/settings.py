@@ -327,7 +327,7 @@ def check_train_settings(config: TrainConfig) -> None:
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
-    for check in (*checks, _full_kl, _replay, _streams, _weights_in_flight, _snapshots):
+    for check in (*checks, _full_kl, _replay, _streams, _agent, _weights_in_flight, _snapshots):
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
@@ -625,6 +625,25 @@ def _streams(config: TrainConfig) -> Problems:
     if not rollout_of(rollout).continues:
         name = f"{ROLLOUT}.name={rollout.name}"
         yield STALENESS, f"needs an engine that can continue a response, and {name} cannot"
+
+
+def _agent(config: TrainConfig) -> Problems:
+    """Yield what cannot be done with episodes of several turns, or has no effect with them."""
+    agent, rollout, limit = config.agent, config.actor_rollout_ref.rollout, config.data
+    if agent.path is None:
+        return
+    if not rollout_of(rollout).continues:
+        name = f"{ROLLOUT}.name={rollout.name}"
+        yield "agent.path", f"needs an engine that can continue a response, and {name} cannot"
+    if config.trainer.replay_order is not None:
+        yield "trainer.replay_order", "cannot repeat when environments answer; remove agent.path"
+    if config.reward.path is not None or config.reward.parts:
+        yield "reward", "is not called, because the environment scores; remove it, or agent.path"
+    if has_reward_model(config):
+        yield "reward_model.enable", "scores responses of one turn; set it to false"
+    if (agent.max_turn_tokens or 0) > limit.max_response_length:
+        most = f"data.max_response_length={limit.max_response_length}"
+        yield "agent.max_turn_tokens", f"is above {most}, which bounds all turns together; lower it"
 
 
 def _weights_in_flight(config: TrainConfig) -> Problems:

@@ -1,0 +1,145 @@
+"""Processes that host environments: each failure costs the episode in which it happens."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from quadriga.agents import pool as pools
+from quadriga.agents.environments import EnvironmentRef
+from quadriga.agents.pool import Answer, EpisodePool
+from quadriga.errors import ConfigError, DataError, InputError
+
+HOSTED = str(Path(__file__).with_name("hosted.py"))
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    monkeypatch.setattr(pools, "_LATE_S", 0.5)
+    made = []
+
+    def make(name="Environment", processes=2, timeout_s=1.0, **options) -> EpisodePool:
+        made.append(
+            EpisodePool(EnvironmentRef(HOSTED, name, options).loaded(), processes, timeout_s)
+        )
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def answers(pool: EpisodePool, count: int) -> dict[int, Answer]:
+    found = {}
+    until = time.monotonic() + 60
+    while len(found) < count:
+        assert time.monotonic() < until, f"only {found}"
+        pool.wait(1.0)
+        new = pool.answers()
+        assert not {answer.episode for answer in new} & set(found), "a call is answered once"
+        found |= {answer.episode: answer for answer in new}
+    return found
+
+
+def play(pool: EpisodePool, *turns: str) -> dict[int, Answer]:
+    for number, turn in enumerate(turns):
+        pool.play(number, {"name": f"row {number}"}, [turn])
+    return answers(pool, len(turns))
+
+
+def test_turns_are_answered(pool):
+    own = pool(greeting="hello")
+    own.play(7, {"name": "a"}, [])
+    begun = Answer(7, "observed", [{"role": "user", "content": "hello"}])
+    assert answers(own, 1) == {7: begun}
+    own.play(7, {"name": "a"}, ["one"])
+    seen = [{"role": "user", "content": "a ['one']"}]
+    assert answers(own, 1) == {7: Answer(7, "observed", seen, [0.5], {"seen": 1.0})}
+    own.play(7, {"name": "a"}, ["one", "done"])
+    assert answers(own, 1) == {7: Answer(7, "done", [], [1.0], {"turns": 2.0})}
+    # Another pool, as after the end of the controller, plays all turns again.
+    again = pool(greeting="hello")
+    again.play(7, {"name": "a"}, ["one", "done"])
+    rewards, metrics = [0.5, 1.0], {"seen": 1.0, "turns": 2.0}
+    assert answers(again, 1) == {7: Answer(7, "done", [], rewards, metrics)}
+
+
+def test_a_failure_costs_its_own_episode(pool):
+    turns = ["one", "raise", "hang", "die", "nothing", "flood", "sleep", "two"]
+    found = play(pool(), *turns)
+    status = {turns[number]: answer.status for number, answer in found.items()}
+    assert status == {
+        "one": "observed", "raise": "raised", "hang": "timed_out", "die": "crashed",
+        "nothing": "raised", "flood": "raised", "sleep": "observed", "two": "observed",
+    }  # fmt: skip
+    details = {turns[number]: answer.detail for number, answer in found.items()}
+    assert details["raise"] == "ValueError: of the user"
+    assert "step must return an Observation or Done, got NoneType" in details["nothing"]
+    assert "2097152 characters" in details["flood"]
+    assert details["hang"] == "exceeded its deadline of 1 s"
+
+
+def test_one_that_blocks_its_process_is_killed_and_the_others_go_on(pool):
+    own = pool(processes=1)
+    found = play(own, "one", "block", "sleep", "two")
+    assert [found[i].status for i in range(4)] == ["observed", "timed_out", "observed", "observed"]
+    own.play(0, {"name": "row 0"}, ["one", "three"])
+    assert answers(own, 1)[0].messages[0]["content"] == "row 0 ['one', 'three']"
+
+
+def test_a_method_that_is_no_coroutine_has_a_thread(pool):
+    found = play(pool("Threaded", processes=1), "hang", "one", "two")
+    assert [found[i].status for i in range(3)] == ["timed_out", "observed", "observed"]
+
+
+def test_an_environment_that_cannot_be_repeated_is_found(pool):
+    own = pool(processes=1)
+    play(own, "random", "one")
+    own.play(1, {"name": "row 1"}, ["one", "die"])
+    assert answers(own, 1)[1].status == "crashed"
+    own.play(0, {"name": "row 0"}, ["random", "one"])
+    (found,) = answers(own, 1).values()
+    assert found.status == "raised" and "turn 1 has another answer than before" in found.detail
+
+
+def test_many_slow_environments_answer_at_once(pool):
+    own = pool(timeout_s=30.0)
+    found = play(own, *["sleep"] * 200)  # a minute, one after the other
+    assert {answer.status for answer in found.values()} == {"observed"}
+
+
+def test_an_episode_that_ended_is_dropped(pool):
+    own = pool(processes=1)
+    own.play(0, {"name": "a"}, ["hang"])
+    own.end(0)
+    assert not own.busy and own.answers() == []
+    assert play(own, "one")[0].messages[0]["content"] == "row 0 ['one']"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "words"),
+    [
+        (
+            "Environments",
+            {},
+            ConfigError,
+            "does not exist; classes with a method step: Environment",
+        ),
+        ("NoStep", {}, ConfigError, r"has no method step\(self, action\)"),
+        ("NoArgument", {}, ConfigError, r"step must take \(self, action\)"),
+        ("Environment", {"size": 3}, ConfigError, r"does not take agent.options=\{'size': 3\}"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused(name, options, error, words):
+    with pytest.raises(error, match=words):
+        EnvironmentRef(HOSTED, name, options).loaded()
+
+
+def test_a_file_that_cannot_be_loaded_is_refused(tmp_path):
+    with pytest.raises(DataError, match=r"environment file .* does not exist"):
+        EnvironmentRef(str(tmp_path / "none.py"), "Environment").loaded()
+    (tmp_path / "broken.py").write_text("import no_such_module")
+    with pytest.raises(InputError, match="no_such_module"):
+        EnvironmentRef(str(tmp_path / "broken.py"), "Environment").loaded()

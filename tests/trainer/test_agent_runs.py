@@ -1,0 +1,195 @@
+"""Runs with environments: what is trained is what was sampled, and observations are not trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from run_cases import noted
+
+from quadriga.agents.environments import Action, Done
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import ConfigError, RewardError
+from quadriga.models.loading import tokenizer_of
+from quadriga.observability.jsonl import read_jsonl
+from quadriga.protocol import DataProto, fields
+from quadriga.streams.episodes import turn_spans
+from quadriga.trainer import stages
+from quadriga.trainer.episodes import ModelTurns
+from quadriga.trainer.main import run_training
+
+GAME = """
+from quadriga.agents.environments import Done, Observation
+
+class Environment:
+    def reset(self, row):
+        self.limit = 3 + len(row["reward_model"]["ground_truth"])
+
+    async def step(self, action):
+        size = sum(map(ord, action.text)) % 5
+        if size == 0 or action.turn == self.limit:
+            return Done(reward=size / 10, metrics={"ends": 1})
+        return Observation(f"{action.turn}: {size}", reward=-size / 10)
+"""
+
+
+@pytest.fixture
+def game(tmp_path):
+    (tmp_path / "game.py").write_text(GAME)
+    return [
+        f"agent.path={tmp_path / 'game.py'}", "agent.max_turn_tokens=4", "agent.max_turns=5",
+        "actor_rollout_ref.rollout.slice_tokens=4", "data.max_response_length=80",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def batches(monkeypatch) -> list[DataProto]:
+    """The batches that the steps of runs have trained."""
+    found: list[DataProto] = []
+    noted(monkeypatch, stages, "measure_batch", lambda batch: found.append(batch.select()))
+    return found
+
+
+def rows_of(batch: DataProto):
+    names = (
+        fields.RESPONSES, fields.RESPONSE_MASK, fields.TOKEN_VERSIONS, fields.TOKEN_LEVEL_SCORES,
+        fields.ROLLOUT_LOG_PROBS,
+    )  # fmt: skip
+    attention = batch.batch[fields.ATTENTION_MASK][:, -batch.batch[fields.RESPONSES].shape[1] :]
+    arrays = batch.non_tensor_batch[fields.COLUMNS], batch.non_tensor_batch[fields.EPISODE]
+    yield from zip(*(batch.batch[name] for name in names), attention, *arrays, strict=True)
+
+
+def check_episodes(batch: DataProto, config: TrainConfig) -> int:
+    """Play each episode again, from the texts of its turns, and compare all tokens. Return how many
+    turns they have."""
+    tokenizer = tokenizer_of(config.actor_rollout_ref.model)
+    turns, scope, count = ModelTurns(tokenizer), {}, 0
+    exec(Path(config.agent.path).read_text(), scope)
+    import asyncio
+
+    for ids, mask, versions, scores, log_probs, attention, columns, about in rows_of(batch):
+        environment, spans = scope["Environment"](), turn_spans(mask)
+        environment.reset(columns)
+        length, expected = int(attention.sum()), torch.zeros(len(ids))
+        assert attention[:length].all() and not (versions[:length] == 0).any()
+        for turn, (first, last) in enumerate(spans, 1):
+            own = ids[first:last].tolist()
+            action = Action(tokenizer.decode([t for t in own if t not in turns.end_ids]), turn)
+            behind = spans[turn][0] if turn < len(spans) else length
+            assert (versions[first:last] >= 0).all() and (log_probs[first:last] < 0).all()
+            assert (versions[last:behind] == -2).all() and (log_probs[last:behind] == 0).all()
+            if length == len(ids) and turn == len(spans):
+                break  # the response is full: the environment was not asked
+            answer = asyncio.run(environment.step(action))
+            expected[last - 1] = answer.reward
+            if isinstance(answer, Done):
+                assert turn == len(spans) and about["status"] == "done" and behind == last
+            elif turn == len(spans):
+                assert about["status"] in ("turns", "length") and behind == last
+            else:
+                messages = [{"role": "user", "content": answer.messages}]
+                assert ids[last:behind].tolist() == turns.following_ids(own, messages)
+        torch.testing.assert_close(scores, expected)
+        assert about["turns"] == len(spans)
+        count += len(spans)
+    return count
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_episodes_are_trained_as_they_were_played(train_overrides, game, batches, staleness):
+    config = load_config(
+        TrainConfig, [*train_overrides, *game, f"trainer.max_staleness={staleness}",
+                      "trainer.total_training_steps=3", "trainer.test_freq=3"],
+    )  # fmt: skip
+    run_training(config)
+    assert len(batches) == 3
+    assert sum(check_episodes(batch, config) for batch in batches) > 3 * 16 * 1.5
+    rows = [*read_jsonl(Path(config.trainer.default_local_dir) / "metrics.jsonl")][1:]
+    # Old and rollout log-probabilities agree, so the trainer has seen what the policy has seen.
+    assert rows[0]["mismatch/max"] < 1e-4 and rows[0]["agent/turns/mean"] > 1.5
+    assert all(0 < row["agent/ended/done"] <= 1 and "val/score" in rows[-1] for row in rows)
+    assert rows[0]["agent/ends"] == pytest.approx(rows[0]["agent/ended/done"])
+
+
+def test_the_number_of_processes_and_of_rows_changes_nothing(
+    train_overrides, game, batches, tmp_path
+):
+    for number, more in enumerate((["agent.num_processes=1"], ["agent.concurrency=3"])):
+        folder = f"trainer.default_local_dir={tmp_path / str(number)}"
+        run_training(load_config(TrainConfig, [*train_overrides, *game, folder, *more]))
+    for one, other in zip(batches[:2], batches[2:], strict=True):
+        assert torch.equal(one.batch[fields.RESPONSES], other.batch[fields.RESPONSES])
+        assert torch.equal(one.batch[fields.TURN_REWARDS], other.batch[fields.TURN_REWARDS])
+
+
+def test_what_reset_returns_is_in_the_prompt(train_overrides, game, batches, tmp_path):
+    text = GAME.replace("self.limit =", "self.limit = 3 or")
+    text += '\n    def reset(self, row):\n        self.limit = 9\n        return "Now."\n'
+    (tmp_path / "game.py").write_text(text)
+    config = load_config(TrainConfig, [*train_overrides, *game, "agent.reset_tokens=24"])
+    run_training(config)
+    turns = ModelTurns(tokenizer_of(config.actor_rollout_ref.model))
+    batch = batches[0]
+    for prompt, raw, length in zip(
+        batch.batch[fields.PROMPTS], batch.non_tensor_batch[fields.RAW_PROMPT],
+        batch.batch[fields.PROMPT_LENGTH].tolist(), strict=True,
+    ):  # fmt: skip
+        assert raw[-1] == {"role": "user", "content": "Now."} and len(raw) == 2
+        assert prompt[-length:].tolist() == turns.prompt_ids(raw)
+
+
+FAILS = """
+class Environment:
+    def reset(self, row):
+        self.fails = int(row["reward_model"]["ground_truth"]) % 2
+
+    def step(self, action):
+        from quadriga.agents.environments import Done
+        if self.fails:
+            raise ValueError("of the user")
+        return Done(reward=1.0)
+"""
+
+
+def test_a_failed_episode_is_left_out(train_overrides, game, batches, tmp_path, caplog):
+    (tmp_path / "game.py").write_text(FAILS)
+    base = [*train_overrides, *game, "trainer.total_training_steps=1"]
+    run_training(load_config(TrainConfig, [*base, "agent.on_failure=mask"]))
+    for _, mask, _, scores, *_, columns, about in rows_of(batches[0]):
+        fails = int(columns["reward_model"]["ground_truth"]) % 2
+        assert about["status"] == ("raised" if fails else "done")
+        assert float(scores.sum()) == 1 - fails and bool(mask.any()) != bool(fails)
+    assert "ValueError: of the user. They are left out of the update" in caplog.text
+    more = ["agent.on_failure=fail", f"trainer.default_local_dir={tmp_path / 'fails'}"]
+    with pytest.raises(RewardError, match=r"or set agent\.on_failure to zero or mask"):
+        run_training(load_config(TrainConfig, [*base, *more]))
+
+
+def test_a_run_goes_on_with_its_episodes(train_overrides, game, batches, tmp_path):
+    base = [*train_overrides, *game, "trainer.max_staleness=1", "trainer.save_freq=1",
+            "trainer.resume_mode=auto"]  # fmt: skip
+    run_training(load_config(TrainConfig, [*base, "trainer.total_training_steps=2"]))
+    config = load_config(TrainConfig, [*base, "trainer.total_training_steps=4"])
+    run_training(config)
+    assert len(batches) == 4
+    assert sum(check_episodes(batch, config) for batch in batches) > 0
+    trained = [i for batch in batches for i in batch.non_tensor_batch[fields.INDEX].tolist()]
+    assert len(set(trained)) == 4 * 8 and len(trained) == 4 * 16, "each prompt once"
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["reward.path=rule.py"], "reward: is not called, because the environment scores"),
+        (["agent.max_turn_tokens=100"], "is above data.max_response_length=80"),
+        (["agent.name=Gone"], "agent.name=Gone of agent.path=.*does not exist"),
+        (["agent.max_turns=0"], "agent.max_turns"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(train_overrides, game, more, words, tmp_path, rule):
+    more = [rule if entry.startswith("reward.path") else entry for entry in more]
+    with pytest.raises(ConfigError, match=words):
+        run_training(load_config(TrainConfig, [*train_overrides, *game, *more]))
