@@ -16,8 +16,8 @@ from quadriga.models.loading import tokenizer_of
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.episodes import turn_spans
+from quadriga.streams.playing import ModelTurns
 from quadriga.trainer import stages
-from quadriga.trainer.episodes import ModelTurns
 from quadriga.trainer.main import run_training
 
 GAME = """
@@ -117,7 +117,7 @@ def test_episodes_are_trained_as_they_were_played(train_overrides, game, batches
 def test_the_number_of_processes_and_of_rows_changes_nothing(
     train_overrides, game, batches, tmp_path
 ):
-    for number, more in enumerate((["agent.num_processes=1"], ["agent.concurrency=3"])):
+    for number, more in enumerate((["agent.processes=1"], ["agent.concurrency=3"])):
         folder = f"trainer.default_local_dir={tmp_path / str(number)}"
         run_training(load_config(TrainConfig, [*train_overrides, *game, folder, *more]))
     for one, other in zip(batches[:2], batches[2:], strict=True):
@@ -157,14 +157,14 @@ class Environment:
 def test_a_failed_episode_is_left_out(train_overrides, game, batches, tmp_path, caplog):
     (tmp_path / "game.py").write_text(FAILS)
     base = [*train_overrides, *game, "trainer.total_training_steps=1"]
-    run_training(load_config(TrainConfig, [*base, "agent.on_failure=mask"]))
+    run_training(load_config(TrainConfig, [*base, "agent.on_error=mask"]))
     for _, mask, _, scores, *_, columns, about in rows_of(batches[0]):
         fails = int(columns["reward_model"]["ground_truth"]) % 2
         assert about["status"] == ("raised" if fails else "done")
         assert float(scores.sum()) == 1 - fails and bool(mask.any()) != bool(fails)
     assert "ValueError: of the user. They are left out of the update" in caplog.text
-    more = ["agent.on_failure=fail", f"trainer.default_local_dir={tmp_path / 'fails'}"]
-    with pytest.raises(RewardError, match=r"or set agent\.on_failure to zero or mask"):
+    more = ["agent.on_error=fail", f"trainer.default_local_dir={tmp_path / 'fails'}"]
+    with pytest.raises(RewardError, match=r"or set agent\.on_error to zero or mask"):
         run_training(load_config(TrainConfig, [*base, *more]))
 
 

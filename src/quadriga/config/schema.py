@@ -446,12 +446,12 @@ class AgentConfig(PathSettings):
     # data.max_response_length bounds it, which holds all turns and observations
     max_turn_tokens: Count | None = None
     concurrency: Count = 256  # episodes at once
-    num_processes: Count = 2  # that host the environments
-    timeout_s: Positive = 60.0  # deadline of one call of an environment
+    processes: Count = 2  # that host the environments
+    step_timeout_s: Positive = 60.0  # deadline of one call of an environment
     # GiB that one of these processes can allocate; None: no limit
-    memory_gb: Annotated[float, Ge(0.25)] | None = 8.0
+    process_memory_gb: Annotated[float, Ge(0.25)] | None = 8.0
     # an episode whose environment fails: score 0, mask its row, or end the run
-    on_failure: FailurePolicy = "zero"
+    on_error: FailurePolicy = "zero"
 
 
 @dataclass(frozen=True)

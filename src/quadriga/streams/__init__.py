@@ -5,6 +5,7 @@
     queue.py        `PromptQueue`: the prompt groups on their way, each in one state
     generation.py   `SlicedGeneration`: generates the responses of the groups, slice by slice
     episodes.py     rows that wait for their environments
+    playing.py      plays the episodes of a batch; their rewards as its scores
     replicas.py     worker groups of the rollout that fail and start again one by one
     saved.py        the groups on their way in a checkpoint
     timeline.py     when a run was at work, from its record; a file for Perfetto

@@ -215,6 +215,11 @@ class SlicedGeneration:
             if rows[replica]:
                 self._call(replica, begun[replica], new[replica])
 
+    def close(self) -> None:
+        """End the environments."""
+        if self.episodes is not None:
+            self.episodes.close()
+
     def _begin_episodes(self) -> None:
         """Begin the episodes of groups that wait."""
         episodes = self.episodes

@@ -36,12 +36,12 @@ from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.rewards.tensors import BatchFunction, batch_reward
 from quadriga.rollout import REFERENCE
+from quadriga.streams.playing import EpisodeGenerator, EpisodeReward, make_episodes
 from quadriga.streams.replicas import Applying
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
 from quadriga.trainer.dataflow import StepPlan, balance_of
-from quadriga.trainer.episodes import EpisodeGenerator, EpisodeReward, make_episodes
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.preflight import check_sizes, check_train_config, profile_problems
 from quadriga.trainer.record import RunRecord

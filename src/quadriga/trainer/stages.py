@@ -63,8 +63,8 @@ from quadriga.protocol import (
 )
 from quadriga.protocol.contents import shape_and_dtype
 from quadriga.rewards.functions import FAILURES
+from quadriga.streams.playing import EpisodeGenerator
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES
-from quadriga.trainer.episodes import EpisodeGenerator
 from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_mismatch
 from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.workers.method_fields import COMPUTE_RM_SCORE, GENERATE_SEQUENCES

@@ -64,7 +64,7 @@ class StreamedSampler:
         total_steps: of the run; its last steps begin no more prompts.
         apart: the replicas have ranks of their own, and one may be lost.
         beside: they generate in a thread, while the actor is trained.
-        episodes: of the environment; None: responses are one turn.
+        episodes: None: responses are one turn.
     """
 
     config: TrainConfig
@@ -102,8 +102,8 @@ class StreamedSampler:
         trainer, record = self.config.trainer, self.runner.record
         self._calls = None if record is None else JsonlFile(record.folder.stream)
         replayed = trainer.replay_order
-        events = [] if replayed is None else in_order(Path(replayed) / STREAM)
-        self._script = None if replayed is None else iter(events)
+        events = in_order(Path(replayed) / STREAM) if replayed else []
+        self._script = iter(events) if replayed else None
         # The last number of steps of the run that is repeated.
         self._steps = [0, *(e.numbers[_STEPS] for e in events if e.name == "settings")][-1]
         # Stages of added roles are run by the thread of the loop, on whole batches.
@@ -116,9 +116,8 @@ class StreamedSampler:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
-        self._pauses = 0
+        self._pauses, self._closed = 0, False
         self._drains = False  # rows go on during a pause, and none begin
-        self._closed = False
 
     def draw(self, step: int) -> StageResult:
         """Let prompts begin, and return the batch of a step. Its rows are scored.
@@ -385,8 +384,7 @@ class StreamedSampler:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        if self.episodes is not None:
-            self.episodes.close()
+        self.generation.close()
         if self._calls is not None:
             self._calls.close()
 

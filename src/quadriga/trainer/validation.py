@@ -15,8 +15,8 @@ import numpy.typing as npt
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards.manager import RewardManager
+from quadriga.streams.playing import EpisodeGenerator
 from quadriga.trainer import stages
-from quadriga.trainer.episodes import EpisodeGenerator
 from quadriga.trainer.record import Metrics
 from quadriga.trainer.stages import BatchReward, StageRunner
 

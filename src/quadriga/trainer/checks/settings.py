@@ -606,6 +606,8 @@ def _replay(config: TrainConfig) -> Problems:
     if trainer.replay_order is not None:
         if not trainer.max_staleness:
             yield "trainer.replay_order", f"needs the {STALENESS} of that run, which is above 0"
+        if config.agent.path is not None:
+            yield "trainer.replay_order", "cannot repeat when environments answer; set it to null"
         if trainer.resume_mode != "disable":
             yield "trainer.replay_order", "repeats a whole run; set trainer.resume_mode=disable"
         if not (Path(trainer.replay_order) / STREAM).is_file():
@@ -629,21 +631,16 @@ def _streams(config: TrainConfig) -> Problems:
 
 def _agent(config: TrainConfig) -> Problems:
     """Yield what cannot be done with episodes of several turns, or has no effect with them."""
-    agent, rollout, limit = config.agent, config.actor_rollout_ref.rollout, config.data
-    if agent.path is None:
+    if (agent := config.agent).path is None:
         return
-    if not rollout_of(rollout).continues:
-        name = f"{ROLLOUT}.name={rollout.name}"
-        yield "agent.path", f"needs an engine that can continue a response, and {name} cannot"
-    if config.trainer.replay_order is not None:
-        yield "trainer.replay_order", "cannot repeat when environments answer; remove agent.path"
+    if not rollout_of(config.actor_rollout_ref.rollout).continues:
+        yield "agent.path", f"needs an engine that continues responses; set {ROLLOUT}.name=hf"
     if config.reward.path is not None or config.reward.parts:
         yield "reward", "is not called, because the environment scores; remove it, or agent.path"
     if has_reward_model(config):
-        yield "reward_model.enable", "scores responses of one turn; set it to false"
-    if (agent.max_turn_tokens or 0) > limit.max_response_length:
-        most = f"data.max_response_length={limit.max_response_length}"
-        yield "agent.max_turn_tokens", f"is above {most}, which bounds all turns together; lower it"
+        yield "reward_model.enable", "scores one turn; set it to false"
+    if (agent.max_turn_tokens or 0) > (most := config.data.max_response_length):
+        yield "agent.max_turn_tokens", f"is above data.max_response_length={most}; lower it"
 
 
 def _weights_in_flight(config: TrainConfig) -> Problems:
@@ -676,8 +673,7 @@ def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
 def _snapshots(config: TrainConfig) -> Problems:
     trainer, key = config.trainer, "trainer.snapshot_freq"
     if trainer.snapshot_freq and trainer.max_staleness:
-        text = "keeps no prompts on their way, which are in checkpoints only"
-        yield key, f"{text}; set it or {STALENESS}={trainer.max_staleness} to 0"
+        yield key, f"keeps no prompts on their way; set it or {STALENESS} to 0"
 
 
 def run_length_problems(config: TrainConfig, total_steps: int) -> Problems:

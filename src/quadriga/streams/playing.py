@@ -1,8 +1,7 @@
 """Episodes of a run: what plays them, and their rewards as the scores of a batch.
 
 With `trainer.max_staleness=0`, and in validations, `EpisodeGenerator` is the rollout of the run: it
-plays all episodes of a batch to their ends. Otherwise they are rows of the stream
-(`trainer.streaming`).
+plays all episodes of a batch to their ends. Otherwise they are rows of the stream.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replicas
 from quadriga.streams.staleness import StalenessBound
-from quadriga.trainer.record import Metrics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +52,7 @@ def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Ep
     if agent.path is None:
         return None
     ref = EnvironmentRef(agent.path, agent.name, agent.options).loaded()
-    pool = EpisodePool(ref, agent.num_processes, agent.timeout_s, agent.memory_gb)
+    pool = EpisodePool(ref, agent.processes, agent.step_timeout_s, agent.process_memory_gb)
     turns = ModelTurns(tokenizer, data.chat_template_kwargs)
     return Episodes(
         pool, turns, data.max_response_length, agent.max_turns, agent.max_turn_tokens,
@@ -115,14 +113,14 @@ class EpisodeReward:
     """
 
     config: AgentConfig
-    metrics: Metrics = field(default_factory=dict, init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
     masked_rows: list[int] = field(default_factory=list, init=False)
 
     def __call__(self, data: DataProto, /) -> DataProto:
         """Return the scores of every row.
 
         Raises:
-            RewardError: an environment has failed and `agent.on_failure` is "fail", or all have.
+            RewardError: an environment has failed and `agent.on_error` is "fail", or all have.
         """
         episodes = data.non_tensor_batch[fields.EPISODE].tolist()
         rewards_BR = data.batch[fields.TURN_REWARDS]
@@ -133,7 +131,7 @@ class EpisodeReward:
             for name, value in episode["metrics"].items():
                 own[f"agent/{name}"] += value / len(episodes)
         turns = [episode["turns"] for episode in episodes]
-        self.masked_rows = failed if self.config.on_failure == "mask" else []
+        self.masked_rows = failed if self.config.on_error == "mask" else []
         self.metrics = {
             **own,
             **sums,
@@ -149,7 +147,7 @@ class EpisodeReward:
             self._tell(episodes, failed)
         return DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: rewards_BR.clone()})
 
-    def _by_turn(self, data: DataProto) -> Metrics:
+    def _by_turn(self, data: DataProto) -> dict[str, float]:
         """Return the mean reward of turn 1, 2, … over the episodes that have so many turns."""
         rewards_BR, mask_BR = data.batch[fields.TURN_REWARDS], data.batch[fields.RESPONSE_MASK]
         found = defaultdict[int, list[float]](list)
@@ -164,10 +162,8 @@ class EpisodeReward:
             f"the environments of {len(failed)} of {len(episodes)} episodes have failed; the first "
             f"is row {failed[0]}, {first['status']} in turn {first['turns']}: {first['detail']}"
         )
-        if self.config.on_failure == "fail" or (len(failed) == len(episodes) > 1):
-            hint = (
-                "" if len(failed) == len(episodes) else ", or set agent.on_failure to zero or mask"
-            )
+        if self.config.on_error == "fail" or (len(failed) == len(episodes) > 1):
+            hint = "" if len(failed) == len(episodes) else ", or set agent.on_error to zero or mask"
             raise RewardError(f"{text}. Correct the environment{hint}", status=str(first["status"]))
         consequence = "are left out of the update" if self.masked_rows else "count as 0"
         _log.warning("%s. They %s", text, consequence)
