@@ -33,8 +33,9 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 demo: $(INSTALLED)
 	@$(BIN)/python -m quadriga.cli.main demo $(DEMO_ARGS)
 
+# The tests start some hundred processes: each would compile the package again.
 test: lint types
-	@$(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1 $(TEST_ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1 $(TEST_ARGS)
 
 check: lint types
 	@$(BIN)/python -m pytest tests/checks -k "not test_document_code and not test_call_files"

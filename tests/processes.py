@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import subprocess
 import sys
 import time
@@ -11,6 +12,19 @@ from pathlib import Path
 import psutil
 
 from quadriga.observability.jsonl import read_jsonl
+
+PRELOADED = ("tensordict", "quadriga.trainer.ppo", "quadriga.engines.fsdp", "quadriga.models.tiny")
+
+
+def forks():
+    """Return the context of processes that are forks of one, which has imported `PRELOADED`.
+
+    To import an engine takes some seconds of each process. The fork server lives as long as this
+    process; its forks have the environment in which it was started.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    return context
 
 
 def run_python(*arguments, status=0, timeout=150, **given):

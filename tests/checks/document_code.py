@@ -9,7 +9,6 @@ Markers are HTML comments on a line of their own:
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import sys
@@ -17,11 +16,12 @@ import types
 from dataclasses import dataclass
 from pathlib import Path
 
+from processes import forks
+
 FENCE = re.compile(r"^```(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^```", re.MULTILINE | re.DOTALL)
 PYTHON = ("python", "python3", "py", "pycon")
 NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.*?) -->\s*\Z", re.DOTALL)
 NEEDS_RAY = "<!-- needs: ray -->"
-PRELOADED = ("tensordict", "quadriga.trainer.ppo", "quadriga.models.tiny")
 TIME_LIMIT_S, RAY_TIME_LIMIT_S = 60, 170
 RAY_WITHOUT_MARKER = "this page imports ray; mark it with <!-- needs: ray -->"
 
@@ -76,9 +76,7 @@ def run_page(page: Path, folder: Path) -> str:
     script.write_text(as_script(text), encoding="utf-8")
     output.touch()
     limit = RAY_TIME_LIMIT_S if NEEDS_RAY in text else TIME_LIMIT_S
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["document_code", *PRELOADED])
-    process = context.Process(target=_run_script, args=(script, output))
+    process = forks().Process(target=_run_script, args=(script, output, dict(os.environ)))
     process.start()
     process.join(limit)
     late = process.is_alive()
@@ -90,10 +88,11 @@ def run_page(page: Path, folder: Path) -> str:
     return (errors or f"exit code {process.exitcode}") if process.exitcode else ""
 
 
-def _run_script(script: Path, output: Path) -> None:
+def _run_script(script: Path, output: Path, environment: dict[str, str]) -> None:
     """Run a program as `python script.py` does, in its folder, with its output in a file."""
     os.chdir(script.parent)
-    os.environ.update(OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0")
+    os.environ.clear()
+    os.environ.update(environment, OMP_NUM_THREADS="1", RAY_USAGE_STATS_ENABLED="0")
     descriptor = os.open(output, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

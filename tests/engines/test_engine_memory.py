@@ -13,7 +13,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines import engine_memory
 from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.engines.micro_batches import plan_micro_batches
-from rank_groups import spawn_ranks
+from rank_groups import fork_ranks
 
 TOLERANCE = 0.15
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two_ranks(folder):
-    spawn_ranks(cases.measure_on_ranks, 2, str(folder), limit=170)
+    fork_ranks(cases.measure_on_ranks, 2, str(folder), limit=170)
     # The file was written by `measure_on_two_ranks`; its keys are dataclasses, which need pickle.
     return torch.load(folder / "two_ranks.pt", weights_only=False)
 

@@ -12,7 +12,7 @@ from megatron_memory_cases import Case
 from transformers import AutoModelForCausalLM
 
 from memory_models import CONFIGS
-from rank_groups import spawn_ranks
+from rank_groups import fork_ranks
 
 TOLERANCE = 0.15
 TENSOR, STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
@@ -52,7 +52,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def two_ranks(folder):
     pytest.importorskip("megatron.core")
-    spawn_ranks(cases.measure_on_ranks, 2, str(folder), CASES, limit=500)
+    fork_ranks(cases.measure_on_ranks, 2, str(folder), CASES, limit=500)
     # Written by `measure_on_ranks`.
     return torch.load(folder / "2.pt", weights_only=False)
 
@@ -60,7 +60,7 @@ def two_ranks(folder):
 @pytest.fixture(scope="module")
 def four_ranks(folder):
     pytest.importorskip("megatron.core")
-    spawn_ranks(cases.measure_on_ranks, 4, str(folder), ON_FOUR, limit=500)
+    fork_ranks(cases.measure_on_ranks, 4, str(folder), ON_FOUR, limit=500)
     return torch.load(folder / "4.pt", weights_only=False)
 
 

@@ -31,7 +31,8 @@ NO_COPY = "trainer.async_save=false"
 @pytest.fixture
 def settings(tiny_task, tmp_path):
     def make(*more) -> TrainConfig:
-        return load_config(TrainConfig, [*two_steps(tiny_task, tmp_path), *more])
+        check = "trainer.check_memory=true"
+        return load_config(TrainConfig, [*two_steps(tiny_task, tmp_path), check, *more])
 
     return make
 

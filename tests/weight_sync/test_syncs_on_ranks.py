@@ -7,7 +7,7 @@ import pickle
 import pytest
 import rank_cases
 
-from rank_groups import spawn_ranks
+from rank_groups import fork_ranks
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def found_by_ranks(tmp_path_factory):
 
     def run(main, count, *args):
         work = tmp_path_factory.mktemp("ranks")
-        spawn_ranks(main, count, *args, str(work), limit=240)
+        fork_ranks(main, count, *args, str(work), limit=240)
         return [pickle.loads((work / f"rank_{r}.pickle").read_bytes()) for r in range(count)]
 
     return run

@@ -22,7 +22,7 @@ from quadriga.config.schema import (
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.parallel.balancing import Arrangement, Balance
 from quadriga.protocol import fields
-from rank_groups import spawn_ranks
+from rank_groups import fork_ranks
 
 Order = Literal["as drawn", "sequences", "groups"]
 AGGREGATIONS: tuple[AggregationName, ...] = get_args(AggregationName)
@@ -145,7 +145,7 @@ def rank_main(rank: int, ranks: int, folder: str, file: str) -> None:
 
 def run_ranks(ranks: int, folder: str, file: str) -> dict[Case, dict[str, torch.Tensor]]:
     """Make every update on `ranks` processes. Raises `TimeoutError` after `WAIT_S`."""
-    spawn_ranks(rank_main, ranks, folder, file, limit=WAIT_S)
+    fork_ranks(rank_main, ranks, folder, file, limit=WAIT_S)
     # The keys are dataclasses, which need pickle. This test wrote the file.
     results: dict[Case, dict[str, torch.Tensor]] = torch.load(file, weights_only=False)
     return results

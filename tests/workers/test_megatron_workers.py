@@ -11,7 +11,7 @@ from quadriga.config.schema import EngineConfig
 from quadriga.models.tiny import TinyModel, write_tiny_model
 from quadriga.single_controller import RankLayout, Worker
 from quadriga.workers.runtime import register_engine_ranks
-from rank_groups import spawn_ranks
+from rank_groups import fork_ranks
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def steps(folders, tmp_path_factory):
     pytest.importorskip("megatron.core")
     policy, judge = folders / "policy", folders / "judge"
     file = str(tmp_path_factory.mktemp("steps") / "found.pt")
-    spawn_ranks(megatron_cases.rank_main, 2, str(policy), str(judge), file, limit=300.0)
+    fork_ranks(megatron_cases.rank_main, 2, str(policy), str(judge), file, limit=300.0)
     found = torch.load(file, weights_only=False)  # layouts are dataclasses; this test wrote them
     return megatron_cases.Roles(megatron_cases.settings(policy, judge)).step(), found
 

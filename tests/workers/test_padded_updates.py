@@ -11,14 +11,14 @@ from padded_cases import CASES
 from quadriga.algorithms.aggregation import merge_partials
 from quadriga.errors import LengthError
 from quadriga.protocol.dataproto import PADDING_FIELD
-from rank_groups import spawn_ranks
+from rank_groups import fork_ranks
 
 
 def results_on(ranks: int, folder: str, path) -> list:
     if ranks == 1:
         return [{case: padded_cases.result_of(*case, folder) for case in CASES}]
     files = str(path / f"{ranks}_{{rank}}.pt")
-    spawn_ranks(padded_cases.rank_main, ranks, folder, files, limit=200.0)
+    fork_ranks(padded_cases.rank_main, ranks, folder, files, limit=200.0)
     # This test wrote the files.
     return [torch.load(files.format(rank=rank), weights_only=False) for rank in range(ranks)]
 

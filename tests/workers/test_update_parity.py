@@ -17,7 +17,7 @@ import torch
 from parity_cases import WAYS, Form, sample
 
 from quadriga.config.schema import AggregationName
-from rank_groups import spawn_ranks
+from rank_groups import fork_ranks
 
 TOLERANCE = 1e-10
 
@@ -35,7 +35,7 @@ def differences(ways, ranks, folder, expected, tmp_path) -> dict[parity_cases.Wa
     if ranks == 1:
         return parity_cases.differences(folder, ways, expected, 0, 1)
     file = str(tmp_path / "differences.pt")
-    spawn_ranks(parity_cases.rank_main, ranks, folder, ways, expected, file, limit=3000.0)
+    fork_ranks(parity_cases.rank_main, ranks, folder, ways, expected, file, limit=3000.0)
     return dict(zip(ways, torch.load(file, weights_only=True), strict=True))
 
 

@@ -12,7 +12,9 @@ calculated before anything is expanded.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import io
 import re
 from collections import Counter
@@ -258,10 +260,7 @@ def read_settings_file(path: Path) -> dict[str, Plain]:
     Raises `ConfigError` if the file cannot be read, is no mapping, or exceeds a limit.
     """
     try:
-        text = _text_of(path)
-        _check_structure(text)
-        loaded = OmegaConf.create(OmegaConf.load(io.StringIO(text)))
-        values = OmegaConf.to_container(loaded, resolve=False)
+        values = copy.deepcopy(_values_of_text(_text_of(path)))
     except FileNotFoundError:
         raise ConfigError(f"no settings file {path}", key="--config") from None
     except RecursionError:
@@ -273,6 +272,14 @@ def read_settings_file(path: Path) -> dict[str, Plain]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path} must hold `key: value` settings, got a list", key="--config")
     return {str(key): value for key, value in values.items()}
+
+
+@functools.lru_cache(maxsize=4)
+def _values_of_text(text: str) -> object:
+    """Return the values of a text in YAML. To plan a run, its file is read for each candidate."""
+    _check_structure(text)
+    loaded = OmegaConf.create(OmegaConf.load(io.StringIO(text)))
+    return OmegaConf.to_container(loaded, resolve=False)
 
 
 def check_override(text: str, key: str) -> None:

@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from quadriga.errors import printable
@@ -124,10 +124,17 @@ def _mask_record(record: logging.LogRecord) -> logging.LogRecord:
     return record
 
 
-def _secret_values() -> Iterator[str]:
-    """Yield the values to mask, longest first: one may be a part of another."""
-    found = {value for name, value in os.environ.items() if _is_secret_variable(name, value)}
-    found |= _values_of_settings
+def _secret_values() -> tuple[str, ...]:
+    """Return the values to mask, longest first: one may be a part of another."""
+    return _values_to_mask(tuple(os.environ.items()), frozenset(_values_of_settings))
+
+
+@functools.lru_cache(maxsize=1)
+def _values_to_mask(
+    environment: tuple[tuple[str, str], ...], of_settings: frozenset[str]
+) -> tuple[str, ...]:
+    found = {value for name, value in environment if _is_secret_variable(name, value)}
+    found |= of_settings
     # As they are written in errors and in JSON, where "a\n" has a backslash.
     found |= {
         written[1:-1]
@@ -135,7 +142,7 @@ def _secret_values() -> Iterator[str]:
         if not (value.isascii() and value.isalnum())
         for written in (repr(value), ascii(value), json.dumps(value))
     }
-    return iter(sorted(found, key=len, reverse=True))
+    return tuple(sorted(found, key=len, reverse=True))
 
 
 def _is_secret_variable(name: str, value: str) -> bool:

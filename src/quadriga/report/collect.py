@@ -5,6 +5,7 @@ A file that is missing or damaged costs its own part of the report, whose `probl
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -88,7 +89,7 @@ def _run(folder: Path, name: str) -> JsonObject:
         problems.append(str(error))
     kind = "train" if "algorithm.adv_estimator" in settings else "sft"
     kind = "rm" if "data.chosen_key" in settings else kind
-    defaults = _texts(yaml.safe_load(to_yaml(_KINDS[kind]())))
+    defaults = _defaults(kind)
     rows = list(_rows(files.metrics, problems))
     samples, steps_of_samples = _samples(files.samples, problems)
     try:
@@ -114,6 +115,11 @@ def _run(folder: Path, name: str) -> JsonObject:
         "warnings": [[row.get("at"), str(row["warning"])] for row in events if "warning" in row],
         "problems": problems,
     }
+
+
+@functools.cache
+def _defaults(kind: str) -> dict[str, str]:
+    return _texts(yaml.safe_load(to_yaml(_KINDS[kind]())))
 
 
 def _roles(span: Span, settings: Mapping[str, str]) -> list[str]:
