@@ -1,0 +1,333 @@
+"""What a tool is, and how calls of tools are read from a turn of the policy.
+
+A tool is a function with a JSON schema of its arguments. The schema of a Python function comes from
+its annotations and its docstring, as `transformers.utils.get_json_schema` reads them.
+
+A model calls tools in the format that its chat template writes calls in:
+
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>   also Qwen
+    qwen3_coder   <tool_call><function=add><parameter=a>1</parameter></function></tool_call>
+    llama3        {"name": "add", "parameters": {"a": 1}}                         a whole turn
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+    harmony       <|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>   gpt-oss
+
+What a policy writes is never run or imported, and a call that cannot be read is a text that tells
+the policy why.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from quadriga.agents.turns import MARKER, QUESTION, invented_turn
+from quadriga.containment import cut, describe
+from quadriga.data.chat import chat_texts
+from quadriga.errors import ConfigError, ModelError, nearest_name
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ToolFormat = Literal["harmony", "qwen3_coder", "hermes", "mistral", "llama3"]
+Schema = dict[str, Any]
+
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_DETAIL = 300  # characters of what is wrong with a call
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that a policy has written.
+
+    Attributes:
+        typed: the arguments are JSON values; otherwise they are texts (`qwen3_coder`).
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    typed: bool = True
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that a policy can call.
+
+    Args:
+        function: takes the arguments by name; it may be a coroutine function.
+        schema: `{"type": "function", "function": {"name", "description", "parameters"}}`.
+
+    Raises:
+        ConfigError: the schema has no name, is no JSON, or its parameters are no JSON schema.
+    """
+
+    function: Callable[..., Any]
+    schema: Schema = field(repr=False)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any]) -> Tool:
+        """Return the tool of a Python function. Raises `ConfigError` if it has no schema."""
+        from transformers.utils.chat_template_utils import get_json_schema
+
+        name = getattr(function, "__name__", repr(function))
+        try:
+            for parameter in inspect.signature(function).parameters.values():
+                if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                    raise TypeError(f"its parameter {parameter} cannot be given by name")
+            schema = get_json_schema(function)
+        except Exception as error:  # annotations and docstrings of the user can be anything
+            raise ConfigError(
+                f"the tool {name} has no schema: {' '.join(str(error).split())}; annotate its "
+                "parameters, and describe each under 'Args:' in its docstring",
+                key="agent.tools",
+            ) from error
+        return cls(function, schema)
+
+    def __post_init__(self) -> None:
+        from jsonschema import Draft202012Validator
+
+        said = f"the schema of the tool {self.schema.get('function', {}).get('name')!r}"
+        try:
+            text = json.dumps(self.schema, allow_nan=False)
+            Draft202012Validator.check_schema(self.parameters)
+            if found := re.search(r'"\$ref": "(?!#)[^"]*"', text):
+                raise ValueError(f"{found[0]} is not part of it")
+            if not _NAME.fullmatch(self.name):
+                raise ValueError("a name has at most 64 letters, digits, '_', '.' and '-'")
+        except Exception as error:  # a dict of the user can hold anything
+            problem = getattr(error, "message", None) or describe(error)
+            raise ConfigError(
+                f"{said} cannot be used: {problem:.300}", key="agent.tools"
+            ) from error
+
+    @property
+    def name(self) -> str:
+        """The name by which it is called."""
+        return str(self.schema["function"]["name"])
+
+    @property
+    def parameters(self) -> Schema:
+        """The JSON schema of its arguments."""
+        return cast(Schema, self.schema["function"].get("parameters") or {"type": "object"})
+
+    @cached_property
+    def _validator(self) -> Any:  # jsonschema has no annotations
+        from jsonschema import Draft202012Validator
+        from referencing import Registry
+
+        return Draft202012Validator(self.parameters, registry=Registry())  # fetches no addresses
+
+    def arguments_of(self, call: ToolCall) -> dict[str, Any] | str:
+        """Return the arguments of a call, or what is wrong with them."""
+        properties = self.parameters.get("properties", {})
+        known = {k: v if isinstance(v, dict) else {} for k, v in properties.items()}
+        given = dict(call.arguments)
+        if not call.typed:
+            given = {name: _typed(value, known.get(name, {})) for name, value in given.items()}
+        closed = self.parameters.get("additionalProperties", False) is False
+        if closed and (unknown := set(given) - set(known)):
+            name = min(unknown)
+            near = nearest_name(name, known)
+            hint = f"did you mean {near!r}?" if near else f"it has {', '.join(known) or 'none'}"
+            return f"unknown argument {name!r:.80} of {self.name}; {hint}"
+        # transformers writes `int | None` as {"type": "integer", "nullable": true}
+        checked = {
+            name: value
+            for name, value in given.items()
+            if value is not None or not known.get(name, {}).get("nullable")
+        }
+        needed = self.parameters.get("required", [])
+        if missing := [name for name in needed if name not in given]:
+            return f"{self.name} needs the argument {missing[0]!r}"
+        without = {**self.parameters, "required": []}
+        try:
+            errors = sorted(
+                self._validator.evolve(schema=without).iter_errors(checked),
+                key=lambda error: list(map(str, error.absolute_path)),
+            )
+        except Exception as error:  # references of a schema that lead nowhere, or in a circle
+            return f"the arguments of {self.name} cannot be checked: {describe(error):.{_DETAIL}}"
+        if errors:
+            place = ".".join(map(str, errors[0].absolute_path))
+            return f"argument {place} of {self.name}: {errors[0].message:.{_DETAIL}}"
+        return given
+
+
+def _typed(text: str, schema: Mapping[str, Any]) -> Any:
+    """Return an argument that was written as a text in the type of its schema, if it has it."""
+    types = schema.get("type", "string")
+    if "string" in ([types] if isinstance(types, str) else types):
+        return text
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def tools_by_name(tools: Iterable[Tool | Callable[..., Any]]) -> dict[str, Tool]:
+    """Return tools, or Python functions as tools, by their names.
+
+    Raises:
+        ConfigError: a function has no schema, or two tools have one name.
+    """
+    found: dict[str, Tool] = {}
+    for given in tools:
+        tool = given if isinstance(given, Tool) else Tool.of(given)
+        if tool.name in found:
+            text = f"two tools are called {tool.name!r}; rename one of them"
+            raise ConfigError(text, key="agent.tools")
+        found[tool.name] = tool
+    return found
+
+
+def call_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
+    """Return the format in which the chat template of a tokenizer writes calls of tools.
+
+    Raises:
+        ConfigError: it is none of those that can be read.
+    """
+    for form in (0, 1):
+        turn = invented_turn(form)
+        try:
+            [start, whole] = [
+                chat_texts(tokenizer, [[QUESTION]])[0],
+                chat_texts(tokenizer, [[QUESTION, turn]], complete=True)[0],
+            ]
+        except ModelError:
+            continue
+        behind = whole.partition(str(QUESTION["content"]))[2]
+        own = whole.removeprefix(start) if whole.startswith(start) else behind
+        for name, parse in _PARSERS.items():
+            calls = [found for found in parse(own) if isinstance(found, ToolCall)]
+            if [(c.name, c.arguments) for c in calls] == [("probe", {"value": MARKER})]:
+                return name
+    raise ConfigError(
+        f"the chat template of the tokenizer {str(tokenizer.name_or_path)!r} writes calls of tools "
+        f"in none of the formats {', '.join(_PARSERS)}; set agent.tool_format to what the model "
+        "writes",
+        key="agent.tool_format",
+    )
+
+
+def parse_calls(text: str, format: ToolFormat) -> tuple[list[ToolCall], str | None]:
+    """Return the calls in the text of a turn, and what is wrong with the first that is none.
+
+    Thoughts, up to `</think>`, are left out.
+    """
+    found = list(_PARSERS[format](text.rpartition("</think>")[2]))
+    problem = next((each for each in found if isinstance(each, str)), None)
+    return [each for each in found if isinstance(each, ToolCall)], problem
+
+
+Found = Iterable[ToolCall | str]
+"""Calls, and for each one that cannot be read what is wrong."""
+
+
+def _call_of(value: object) -> ToolCall | str:
+    """Return the call that a JSON value describes."""
+    if isinstance(value, dict) and isinstance(name := value.get("name"), str):
+        arguments = value.get("arguments", value.get("parameters", {}))
+        if isinstance(arguments, str):
+            arguments = _json(arguments)
+        if isinstance(arguments, dict):
+            return ToolCall(name, arguments)
+        return f"the arguments of {name!r:.80} must be a JSON object, got {arguments!r:.80}"
+    return f'a call must be {{"name": …, "arguments": {{…}}}}, got {value!r:.80}'
+
+
+@dataclass(frozen=True)
+class _NoJson:
+    """Why a text is no JSON."""
+
+    why: str
+
+    def __repr__(self) -> str:
+        return self.why
+
+
+def _json(text: str) -> object:
+    """Return the JSON value at the beginning of a text, or a `_NoJson`."""
+    return _json_at(text.strip(), 0)[0]
+
+
+def _json_at(text: str, start: int) -> tuple[object, int]:
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except ValueError as error:
+        return _NoJson(f"{cut(text[start:], 80)!r}, which is not valid JSON: {error}"), len(text)
+    except RecursionError:
+        return _NoJson("JSON that is nested too deeply"), len(text)
+
+
+def _hermes(text: str) -> Found:
+    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+        yield _call_of(_json(body))
+
+
+def _qwen3_coder(text: str) -> Found:
+    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+        function = re.match(
+            r"\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", body, re.DOTALL
+        )
+        if function is None:
+            yield f"a call must begin with <function=NAME>, got {cut(body.strip(), 80)!r}"
+            continue
+        pairs = function[2].split("<parameter=")[1:]
+        arguments = {}
+        for pair in pairs:
+            name, _, value = pair.partition(">")
+            value, closed, _ = value.partition("</parameter>")
+            arguments[name] = value.removeprefix("\n").removesuffix("\n") if closed else value
+        yield ToolCall(function[1], arguments, typed=False)
+
+
+def _llama3(text: str) -> Found:
+    before, tag, after = text.partition("<|python_tag|>")
+    text = after if tag else before
+    start = len(text) - len(text.lstrip())
+    while text.startswith("{", start):
+        value, end = _json_at(text, start)
+        if not (isinstance(value, dict) and "name" in value) and not tag:
+            if re.match(r'\{\s*"name"\s*:', text[start:]):
+                yield _call_of(value)
+            return  # an answer in JSON
+        yield _call_of(value)
+        start = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
+        tag = ""
+    if tag:
+        yield f"a call must begin with {{, got {cut(text.strip(), 80)!r}"
+
+
+def _mistral(text: str) -> Found:
+    for body in text.split("[TOOL_CALLS]")[1:]:
+        head = re.match(r"\s*([\w.-]{1,200})?(?:\[CALL_ID\]\w{1,200})?(?:\[ARGS\])?\s*", body)
+        assert head is not None  # every part of it may be missing
+        value, _ = _json_at(body, head.end())
+        if head[1] is not None:  # NAME{…} or NAME[ARGS]{…}
+            yield _call_of({"name": head[1], "arguments": value})
+        else:
+            yield from map(_call_of, value if isinstance(value, list) else [value])
+
+
+def _harmony(text: str) -> Found:
+    for message in text.split("<|start|>"):
+        header, begun, body = message.partition("<|message|>")
+        recipient = re.search(r"\bto=(?:functions\.)?([\w.-]{1,200})", header)
+        if recipient is None or recipient[1] == "assistant":
+            continue
+        body = re.split(r"<\|(?:call|end|return)\|>", body)[0]
+        value = _json(body) if begun else _NoJson("a call without <|message|>")
+        yield _call_of({"name": recipient[1], "arguments": value})
+
+
+_PARSERS: dict[ToolFormat, Callable[[str], Found]] = {
+    "harmony": _harmony,
+    "qwen3_coder": _qwen3_coder,
+    "hermes": _hermes,
+    "mistral": _mistral,
+    "llama3": _llama3,
+}
