@@ -32,6 +32,7 @@ class Case:
     rollout_log_prob: Tensor
     advantages: Tensor
     entropy: Tensor
+    responses: Tensor
 
     def rows(self, index: Tensor) -> Case:
         """Return the batch with the samples that `index` selects, in that order."""
@@ -84,6 +85,7 @@ def make_case(seed: int, *, max_groups: int = 4, max_width: int = 9) -> Case:
         rollout_log_prob=tokens(old + 0.2 * rng.normal(size=(count, width))),
         advantages=tokens(rng.normal(size=(count, width))),
         entropy=tokens(rng.exponential(1.0, (count, width))),
+        responses=torch.from_numpy(rng.integers(0, 2, (count, width))),
     )
 
 
@@ -100,6 +102,7 @@ def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor
         values_BT=case.values,
         reward_baselines_B=case.baselines,
         reward_components_BK=case.components,
+        responses_BT=case.responses,
         **options,
     )
 

@@ -147,6 +147,61 @@ def gae(
     return advantages, returns
 
 
+def turns_of(mask: Tensor) -> list[list[list[int]]]:
+    """Return the positions of the tokens of each turn, by row."""
+    rows = []
+    for positions in token_positions(mask):
+        turns: list[list[int]] = []
+        for t in positions:
+            if turns and turns[-1][-1] == t - 1:
+                turns[-1].append(t)
+            else:
+                turns.append([t])
+        rows.append(turns)
+    return rows
+
+
+def turn_gae(
+    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+) -> tuple[Rows, Rows]:
+    advantages = [[0.0] * mask.shape[1] for _ in mask]
+    returns = [[0.0] * mask.shape[1] for _ in mask]
+    for i, turns in enumerate(turns_of(mask)):
+        next_value = next_advantage = 0.0
+        for turn in reversed(turns):
+            value = float(values[i, turn[0]])
+            reward = sum(float(rewards[i, t]) for t in turn)
+            next_advantage = reward + gamma * next_value - value + gamma * lam * next_advantage
+            next_value = value
+            for t in turn:
+                advantages[i][t], returns[i][t] = next_advantage, next_advantage + value
+    return advantages, returns
+
+
+def gigpo(
+    rewards: Tensor, ids: Tensor, groups: list[str], mask: Tensor, gamma: float, weight: float
+) -> Rows:
+    whole = per_group(scores_of(rewards, mask), groups, mask, grpo_rule)
+    followed: dict[object, list[tuple[int, list[int], float]]] = {}
+    for i, turns in enumerate(turns_of(mask)):
+        for k, turn in enumerate(turns):
+            seen = ids[i, turns[k - 1][-1] + 1 : turn[0]].tolist() if k else []
+            gain = sum(
+                gamma ** (later - k) * float(rewards[i, t])
+                for later in range(k, len(turns))
+                for t in turns[later]
+            )
+            followed.setdefault((groups[i], *seen), []).append((i, turn, gain))
+    advantages = [[0.0] * mask.shape[1] for _ in mask]
+    for steps in followed.values():
+        gains = [gain for *_, gain in steps]
+        own = grpo_rule(gains, []) if len(set(gains)) > 1 else [0.0] * len(gains)
+        for (i, turn, _), advantage in zip(steps, own, strict=True):
+            for t in turn:
+                advantages[i][t] = whole[i] + weight * advantage
+    return advantages
+
+
 def discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Rows:
     returns = [[0.0] * mask.shape[1] for _ in mask]
     for i, positions in enumerate(token_positions(mask)):

@@ -33,6 +33,27 @@ def test_gae(gamma: float, lam: float, case: Case) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(cases)
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.5), (0.0, 0.95)])
+def test_turn_gae(gamma: float, lam: float, case: Case) -> None:
+    want, returns = ref.turn_gae(case.rewards, case.values, case.mask, gamma, lam)
+    got = advantages_of("turn_gae", case, gamma=gamma, lam=lam, whiten_advantages=False)
+    assert_same(got[0], want)
+    assert_same(got[1], returns)
+    whitened = advantages_of("turn_gae", case, gamma=gamma, lam=lam)[0]
+    assert_same(whitened, ref.whiten(want, case.mask))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+@pytest.mark.parametrize(("gamma", "weight"), [(1.0, 1.0), (0.9, 0.5), (0.0, 0.0)])
+def test_gigpo(gamma: float, weight: float, case: Case) -> None:
+    want = ref.gigpo(case.rewards, case.responses, case.groups, case.mask, gamma, weight)
+    got, _ = advantages_of("gigpo", case, gamma=gamma, turn_weight=weight)
+    assert_same(got, want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
 @pytest.mark.parametrize("gamma", [1.0, 0.9, 0.0])
 def test_reinforce_plus_plus(gamma: float, case: Case) -> None:
     want = ref.discounted(case.rewards, case.mask, gamma)

@@ -38,6 +38,7 @@ def advantages(name: str, **changes: Any) -> tuple[Tensor, Tensor]:
         "values_BT": torch.zeros(4, 3),
         "reward_baselines_B": torch.zeros(4),
         "reward_components_BK": torch.arange(8.0).view(4, 2),
+        "responses_BT": torch.zeros(4, 3, dtype=torch.int64),
     }
     return compute_advantages(name, **{**inputs, **changes})
 

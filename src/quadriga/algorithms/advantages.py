@@ -409,6 +409,115 @@ def remax(
     return masked_copy(returns - baselines[:, None], mask), returns
 
 
+# Episodes of several turns. Shapes: K turns of the longest episode. Two turns of one row:
+#
+#     token             a   b   x   c        x: an observation
+#     response_mask     1   1   0   1
+#     turn             0   0   ·   1
+#     reward            0   2   9   4        r_K = 2 4
+#     value             1   7   5   3        V_K = 1 3, those of the first tokens a and c
+#
+#     γ = λ = 1/2:  δ = 2 + 3/2 − 1, 4 − 3 = 2.5, 1;  A_K = 2.5 + 1/4, 1 = 2.75, 1
+
+
+def _turns(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the turn of each generated token from 0, int64 [B, T], 0 elsewhere; and where turns
+    begin, bool [B, T]."""
+    starts = mask_BT & ~torch.nn.functional.pad(mask_BT, (1, 0))[:, :-1]
+    return (starts.cumsum(1) - 1).clamp(min=0), starts
+
+
+def _by_turn(values_BT: Tensor, turn_BT: Tensor) -> Tensor:
+    """Return the sum over each turn, [B, K]."""
+    turns = int(turn_BT.max()) + 1 if turn_BT.numel() else 1
+    return values_BT.new_zeros(len(values_BT), turns).scatter_add_(1, turn_BT, values_BT)
+
+
+def turn_gae(
+    token_level_rewards_BT: Tensor,
+    values_BT: Tensor,
+    response_mask_BT: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    whiten_advantages: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `gae` with the turns of an episode as time steps.
+
+    The reward of turn k is the sum of its rewards, its value V_k that of its first token. All
+    tokens of a turn have its advantage, and its return as target of the critic, so γ and λ do not
+    depend on the lengths of turns.
+
+    Args:
+        whiten_advantages: False omits the whitening; None whitens.
+    """
+    mask = to_bool_mask(response_mask_BT)
+    rewards = _generated_tokens(mask, "token_level_rewards", token_level_rewards_BT)
+    values = _generated_tokens(mask, "values", values_BT)
+    turn_BT, starts_BT = _turns(mask)
+    values_BK = _by_turn(values * starts_BT, turn_BT)
+    deltas_BK = _by_turn(rewards, turn_BT) - values_BK
+    deltas_BK[:, :-1] += gamma * values_BK[:, 1:]
+    advantages_BK = reverse_discounted_sum(deltas_BK, gamma * lam)
+    advantages, returns = (
+        masked_copy(own.gather(1, turn_BT), mask)
+        for own in (advantages_BK, advantages_BK + values_BK)
+    )
+    if whiten_advantages is not False:
+        whiten_selected(advantages, mask, out=advantages)
+    return advantages, returns
+
+
+def gigpo(
+    token_level_rewards_BT: Tensor,
+    response_mask_BT: Tensor,
+    responses_BT: Tensor,
+    groups: Groups,
+    *,
+    gamma: float = 1.0,
+    norm_adv_by_std: bool = True,
+    turn_weight: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute GiGPO advantages (arXiv 2505.10978): of the episode, and of each turn.
+
+    A = A_episode + ω·A_turn. A_episode is that of `grpo`. A_turn compares the discounted returns of
+    the turns that follow the same state in the episodes of one prompt, in the same way; a state
+    that one turn alone has followed gives 0.
+
+    The state is what the policy has just seen: the tokens of the observation before the turn. All
+    first turns of a prompt follow the same state.
+
+    Args:
+        responses_BT: token ids, int64.
+        turn_weight: ω.
+    """
+    mask = to_bool_mask(response_mask_BT)
+    rewards = _generated_tokens(mask, "token_level_rewards", token_level_rewards_BT)
+    require_same_shape("response_mask", mask, responses=responses_BT)
+    turn_BT, starts_BT = _turns(mask)
+    returns_BK = reverse_discounted_sum(_by_turn(rewards, turn_BT).double(), gamma)
+    rows, firsts = starts_BT.nonzero(as_tuple=True)
+    turns = turn_BT[rows, firsts]
+    ends = (mask & ~torch.nn.functional.pad(mask, (0, 1))[:, 1:]).nonzero()[:, 1].tolist()
+    prompts, ids = groups.index_B[rows].tolist(), responses_BT.tolist()
+    states: dict[tuple[int, ...], int] = {}
+    numbers = []
+    for i, (row, first) in enumerate(zip(rows.tolist(), firsts.tolist(), strict=True)):
+        seen = ids[row][ends[i - 1] + 1 : first] if turns[i] else []
+        numbers.append(states.setdefault((prompts[i], *seen), len(states)))
+    found = torch.tensor(numbers, dtype=torch.int64)
+    of_turns = Groups(found, torch.ones_like(found, dtype=torch.bool), len(states))
+    own_BK = torch.zeros_like(returns_BK)
+    if numbers:
+        own_BK[rows, turns] = _normalised_B(returns_BK[rows, turns], of_turns, norm_adv_by_std)
+    episode_B = _normalised_B(
+        sequence_scores(token_level_rewards_BT, mask), groups, norm_adv_by_std
+    )
+    whole_BT = (episode_B[:, None] + turn_weight * own_BK).gather(1, turn_BT)
+    advantages = masked_copy(whole_BT.to(rewards.dtype), mask)
+    return advantages, advantages
+
+
 AdvantagesAndReturns = tuple[Tensor, Tensor]
 AdvantageFn = Callable[..., AdvantagesAndReturns]
 EstimatorInput = Tensor | Groups
@@ -422,6 +531,7 @@ INPUTS = (
     "reward_baselines_B",
     "reward_components_BK",
     "old_log_prob_BT",
+    "responses_BT",
 )
 # Settings of the run that may be passed to any estimator. An estimator that does not read one of
 # them ignores it, so that the trainer can pass the same settings whichever estimator is chosen.
@@ -475,6 +585,10 @@ ADVANTAGES: dict[str, AdvantageEntry] = {
     "gdpo": _entry(
         gdpo, "A_i = whiten(Σ_k w_k (r_ik − mean r_k) / (std r_k + 1e-6))", "2601.05242"
     ),
+    "turn_gae": _entry(
+        turn_gae, "δ_k = r_k + γV_{k+1} − V_k;  A_k = δ_k + γλA_{k+1};  whitened", "own"
+    ),
+    "gigpo": _entry(gigpo, "A_ik = A_i of grpo + ω A_k over turns behind one state", "2505.10978"),
 }
 
 
@@ -514,6 +628,7 @@ def compute_advantages(
     reward_baselines_B: Tensor | None = None,
     reward_components_BK: Tensor | None = None,
     old_log_prob_BT: Tensor | None = None,
+    responses_BT: Tensor | None = None,
     **settings: object,
 ) -> AdvantagesAndReturns:
     """Compute advantages and returns of a whole batch with the estimator `name`.
@@ -529,6 +644,7 @@ def compute_advantages(
         reward_baselines_B: reward of the greedy response to each sample's prompt.
         reward_components_BK: the components of the reward.
         old_log_prob_BT: log π_old; no built-in estimator reads it.
+        responses_BT: token ids of turns and observations, int64.
         settings: settings of the estimator; `SHARED_SETTINGS` may be passed to any estimator.
 
     Returns:
@@ -560,6 +676,7 @@ def compute_advantages(
         "reward_baselines_B": reward_baselines_B,
         "reward_components_BK": reward_components_BK,
         "old_log_prob_BT": old_log_prob_BT,
+        "responses_BT": responses_BT,
     }
     what = f"The advantage estimator `{name}`"
     inputs: dict[str, EstimatorInput] = registry.needed_inputs(what, entry.needs, given)
@@ -584,6 +701,8 @@ def _call_user_estimator(
         if isinstance(value, Tensor) and need.endswith("_BT") and need != "response_mask_BT":
             tensor = need.removesuffix("_BT")
             require_same_shape("response_mask", mask_BT, **{tensor: value})
+            if need == "responses_BT":  # token ids, of observations too
+                continue
             kept = masked_copy(as_float(value.detach()), mask_BT)
             require_finite(**{tensor: kept})
             inputs[need] = kept

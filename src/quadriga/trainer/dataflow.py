@@ -118,6 +118,7 @@ ESTIMATOR_FIELDS = {
     "reward_baselines_B": fields.REWARD_BASELINES,
     "reward_components_BK": fields.REWARD_COMPONENTS,
     "old_log_prob_BT": fields.OLD_LOG_PROBS,
+    "responses_BT": fields.RESPONSES,
 }
 """Parameter of an advantage estimator → the field that it is read from, where it has one."""
 
