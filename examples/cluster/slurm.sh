@@ -16,6 +16,7 @@ port=${RAY_PORT:-6379}
 gpus=${SLURM_GPUS_ON_NODE:-0}
 cpus=${SLURM_CPUS_ON_NODE:-$(nproc)}
 export RAY_ADDRESS="$head:$port"
+export RAY_worker_niceness=0 # ranks get as much of a CPU as reward processes
 # Ray takes calls only from those who know this token.
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N24 -tx1 /dev/urandom | tr -d ' \n')}
 

@@ -47,6 +47,7 @@ def test_the_end_of_a_process_of_ray(victim, error, reason) -> None:
         assert any("gcs_server" in line for line in told["left"]), told
     else:
         assert told["left"] == [] and told["mode"] == "0o700" and told["again"] == [0.1, 0.1]
+        assert told["nicer"] == [0, 0]  # ranks get as much of a CPU as reward processes
 
 
 KILLED_AT_START = """

@@ -30,10 +30,15 @@ def test_bundles(sizes, alone, bundles):
     assert ray_store._bundles([size * MB for size in sizes], alone * MB) == bundles
 
 
-@pytest.mark.parametrize(("mine", "found"), [(None, "10"), ("500", "500")])
-def test_a_cluster_started_by_quadriga_frees_objects_soon(monkeypatch, mine, found):
-    """A period that the user has set is kept."""
-    name, seen = "RAY_free_objects_period_milliseconds", []
+FREES, NICE = "RAY_free_objects_period_milliseconds", "RAY_worker_niceness"
+
+
+@pytest.mark.parametrize(
+    ("name", "mine", "found"), [(FREES, None, "10"), (FREES, "500", "500"), (NICE, None, "0")]
+)
+def test_a_cluster_started_by_quadriga_has_settings_of_its_own(monkeypatch, name, mine, found):
+    """A value that the user has set is kept."""
+    seen = []
     own = {"RAY_AUTH_MODE": "disabled"}  # no token in the home folder
     monkeypatch.setattr(cluster.os, "environ", own if mine is None else {**own, name: mine})
     monkeypatch.setattr(cluster.ray, "is_initialized", lambda: False)

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 MIN_PRODUCTS = 2**20
 """Multiplications (M · K · N) of the smallest product that is given to oneDNN. Its calls cost some
 microseconds more than calls of MKL."""
-CACHED = "64"
+CACHED = "16"
 """Products that oneDNN keeps compiled, each for one shape; a layer needs three. With its own 1024,
 0.6 MB each, a process grows for hundreds of steps whose micro-batches have new numbers of rows."""
 
