@@ -138,7 +138,7 @@ def test_every_entry_has_a_reference() -> None:
     """A new estimator must be added to these tests."""
     assert set(ADVANTAGES) == {
         *("gae", "reinforce_plus_plus", "remax", "grpo", "dr_grpo", "rloo", "opo", "gpg"),
-        *("reinforce_plus_plus_baseline", "grpo_passk", "gdpo"),
+        *("reinforce_plus_plus_baseline", "grpo_passk", "gdpo", "turn_gae", "gigpo"),
     }
 
 

@@ -136,8 +136,9 @@ def test_nan_in_a_masked_sample_changes_no_advantage(name: str) -> None:
 def test_estimators_accept_batches_without_tokens(name: str) -> None:
     empty = torch.zeros(4, 0)
     got = advantages(
-        name, token_level_rewards_BT=empty, response_mask_BT=empty.long(), values_BT=empty
-    )
+        name, token_level_rewards_BT=empty, response_mask_BT=empty.long(), values_BT=empty,
+        responses_BT=empty.long(),
+    )  # fmt: skip
     assert got[0].shape == got[1].shape == (4, 0)
 
 

@@ -54,6 +54,7 @@ from quadriga.workers.method_fields import (
     COMPUTE_VALUES,
     CONTINUE_SEQUENCES,
     GENERATE_SEQUENCES,
+    PLAY_EPISODES,
     UPDATE_ACTOR,
     UPDATE_CRITIC,
     scored_with_model,
@@ -270,7 +271,7 @@ def _step_stages(
         (ADD_GREEDY_ROWS, plan.streams and estimator.needs_baseline_scores),
         # On greedy responses of their own, of which only the baselines reach the batch.
         (replace(ADD_BASELINES, reads=()), estimator.needs_baseline_scores),
-        (CONTINUE_SEQUENCES if plan.streams else GENERATE_SEQUENCES, True),
+        (_generation(config), True),
         (score, plan.sampler_scores),
         (REFILL, plan.draws_again),
         *(masking if plan.masks_before_passes else ()),
@@ -304,7 +305,8 @@ def validation_dataflow(
 ) -> tuple[StageFields, ...]:
     """Return the stages of `Validator.run`, in order."""
     score = _score_responses(config, custom_reward)
-    flow = (LOAD_PROMPTS, EXPAND_PROMPTS, GENERATE_SEQUENCES, score, LOG_SAMPLES)
+    generate = GENERATE_SEQUENCES if config.agent.path is None else PLAY_EPISODES
+    flow = (LOAD_PROMPTS, EXPAND_PROMPTS, generate, score, LOG_SAMPLES)
     return _with_roles(config, flow, validation=True)
 
 
@@ -334,12 +336,23 @@ def check_dataflow(stages: Iterable[StageFields]) -> None:
 # Stages whose fields depend on the settings.
 
 
+def _generation(config: TrainConfig) -> StageFields:
+    """The generation of a step."""
+    if config.agent.path is not None:
+        return PLAY_EPISODES
+    return CONTINUE_SEQUENCES if config.trainer.max_staleness else GENERATE_SEQUENCES
+
+
 def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:
     """The reward function of the settings (`rewards.RewardManager`), or one of the user.
 
     Nothing is known of a user's function, except that it must write the scores: it is taken to
     read nothing and to write the reward components.
     """
+    if config.agent.path is not None:
+        masks = (_MASK,) if config.agent.on_error == "mask" else ()
+        reads = _MASK, fields.TURN_REWARDS, fields.EPISODE
+        return StageFields("score_responses", reads=reads, writes=(_SCORES, *masks))
     if custom_reward:
         written = _SCORES, fields.REWARD_COMPONENTS, fields.REWARD_EXTRA
         return StageFields("score_responses", writes=written)

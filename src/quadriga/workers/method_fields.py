@@ -46,6 +46,11 @@ CONTINUE_SEQUENCES = replace(
 )
 """A call of `generate_sequences` that may pause and continue responses."""
 
+PLAY_EPISODES = replace(
+    CONTINUE_SEQUENCES, writes=(*CONTINUE_SEQUENCES.writes, fields.TURN_REWARDS, fields.EPISODE)
+)
+"""The calls of `generate_sequences`, and the answers of environments between them."""
+
 COMPUTE_LOG_PROB = StageFields(
     "compute_log_prob",
     reads=MODEL_INPUTS,
