@@ -56,7 +56,7 @@ def test_every_setting_with_the_name_of_a_path_is_one(cls):
     paths = {*cls.PATHS, *cls.KEPT} if issubclass(cls, PathSettings) else set()
     assert named <= paths <= texts | {"parts"}
     for name in paths:
-        allowed = ["s3", "hdfs"] if name in getattr(cls, "REMOTE", ()) else []
+        allowed = ["s3", "hdfs", "hf"] if name in getattr(cls, "REMOTE", ()) else []
         for scheme in ("hdfs", "s3", "gs", "https", "file", *([] if cls.ON_HUB else ["hf"])):
             remote = f"{scheme}://host/x"
             text = f"{name}={remote}(: | is not on this machine)"

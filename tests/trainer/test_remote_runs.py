@@ -143,11 +143,14 @@ def test_model_and_data_from_a_store_train_as_those_of_this_machine(
 
 def test_a_remote_folder_that_cannot_be_used_is_refused(refused, monkeypatch, tmp_path):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "gcsfs" else find(n))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *p: None if n == "gcsfs" else find(n, *p)
+    )
     for setting, message in (
         ("trainer.remote_dir=gs://b/run", "gs:// needs the package gcsfs: pip install gcsfs"),
         ("trainer.remote_dir=z3://b/run", "no file system is known for z3://; write a path of"),
         ("trainer.remote_dir=s3://", "trainer.remote_dir=s3://: nothing follows s3://"),
+        ("trainer.remote_dir=hf://a/b", "hf://a/b would be a commit for each file; for the model"),
         ("trainer.remote_dir=memory:///", "nothing follows memory://"),
         ("data.train_files=[file://]", "nothing follows file://"),
         ("trainer.remote_dir=", "trainer.remote_dir= is empty; name a folder, or leave it null"),

@@ -41,6 +41,7 @@ from quadriga.checkpoint.folders import (
     replace_folder,
     step_folder,
 )
+from quadriga.config.hub import HUB_PREFIX
 from quadriga.config.paths import is_remote
 from quadriga.config.schema import RunConfig
 from quadriga.config.secrets import mask_secrets
@@ -336,6 +337,8 @@ def check_remote_folder(trainer: RunConfig, existing: Existing) -> None:
         names = ("max_remote_ckpt_to_keep", "remove_local_after_upload")
         if given := next((name for name in names if getattr(trainer, name)), None):
             key, problem = f"trainer.{given}", f"is of the copies in {key}; set that, too"
+    elif url.startswith(HUB_PREFIX):
+        problem = "would be a commit for each file; for the model, set trainer.push_to_hub"
     elif not url.strip():
         problem = "= is empty; name a folder, or leave it null"
     elif not is_remote(url) and Path(url).resolve().is_relative_to(

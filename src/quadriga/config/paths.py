@@ -36,7 +36,7 @@ _FILE = re.compile(r"\s*file:(//)?(?=/[^/])", re.IGNORECASE)
 
 STORES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs",
-    "abfss": "adlfs", "hdfs": "pyarrow", "memory": "fsspec",
+    "abfss": "adlfs", "hdfs": "pyarrow", "memory": "fsspec", "hf": "huggingface_hub",
 }  # fmt: skip
 """Scheme of a remote path → the package with its file system. `fsspec.register_implementation`
 adds others."""

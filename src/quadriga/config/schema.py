@@ -633,6 +633,9 @@ class RunConfig(MachineConfig):
     max_remote_ckpt_to_keep: Count | None = None  # there; None: max_ckpt_to_keep
     # keep only the newest checkpoint in the run folder, and those that are not in remote_dir
     remove_local_after_upload: bool = False
+    # repository of the hub, owner/name, to which the finished run pushes its model; the token is
+    # HF_TOKEN; None: none
+    push_to_hub: str | None = None
     overwrite: bool = False  # replace a run that is already in the folder
     # console, jsonl, tensorboard, wandb, mlflow, trackio, swanlab, or a tracker of your own
     loggers: list[str] = field(default_factory=lambda: ["console", "jsonl", "tensorboard"])

@@ -1,7 +1,8 @@
 """Remote files and folders, such as s3://bucket/run, through fsspec.
 
     store = Store("s3://bucket/run")            a folder: files are sent, read, listed, compared
-    fetched("s3://bucket/data/train.parquet")   a remote file or folder as one of this machine
+    fetched("s3://bucket/data/train.parquet")   a remote file or folder as one of this machine;
+                                                a file of the hub is in the hub's own cache
     local_file(path)                            a file of this machine; a remote one is fetched
 
 A call that fails is repeated, `ATTEMPTS` times in all. A file that was sent is compared with what
@@ -25,6 +26,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+from quadriga.config.hub import HUB_PREFIX, data_file
 from quadriga.config.paths import is_remote, local_path
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import StoreError, first_line
@@ -269,6 +271,8 @@ def fetched(url: str) -> Path:
     Raises:
         StoreError: it does not exist, cannot be read or is damaged.
     """
+    if url not in _fetched and url.startswith(HUB_PREFIX):
+        _fetched[url] = data_file(url)
     if url in _fetched:
         return _fetched[url]
     store = Store(url)

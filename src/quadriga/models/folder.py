@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from quadriga.config.hub import HUB_PREFIX, hub_reason
 from quadriga.config.paths import is_remote, local_path
 from quadriga.config.schema import ModelConfig
 from quadriga.config.stores import fetched
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 ModelSource = ModelConfig | str | Path
 """The settings of a model, or the path of its folder."""
-HUB_PREFIX = "hf://"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A folder with one of these files has a tokenizer. Some need others beside it (merges.txt)."""
 
@@ -54,13 +54,12 @@ def local_folder(path: str | Path, *, weights: bool = True) -> Path:
     if not text.startswith(HUB_PREFIX):
         return fetched(text) if is_remote(text) else Path(text)
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         files = None if weights else list(_CONFIG_FILES)
         return Path(snapshot_download(text.removeprefix(HUB_PREFIX), allow_patterns=files))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        name, why = text.removeprefix(HUB_PREFIX), str(error).strip().splitlines()[0]
+    except (OSError, ValueError) as error:  # those of huggingface_hub are of these kinds
+        name, why = text.removeprefix(HUB_PREFIX), hub_reason(error)
         here = "" if Path(name).exists() else f"; nor is there a folder {name} here"
         raise ModelError(f"{text} cannot be downloaded from the hub: {why}{here}") from error
 

@@ -5,6 +5,7 @@
 
     events.py     what a run writes for it: its environment and its warnings
     collect.py    reads run folders
+    card.py       the card of the trained model, README.md in its folder
     page/         the page, and uPlot (MIT licence), which draws the curves
 
 All texts of data are in the JSON, and the page shows them as text: none of them can be markup or a

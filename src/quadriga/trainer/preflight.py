@@ -14,6 +14,7 @@ from quadriga.algorithms.user_files import load_user_file
 from quadriga.checkpoint.remote import check_remote_folder
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
+from quadriga.config.hub import check_repository
 from quadriga.config.role_ranks import has_reward_model, num_ranks
 from quadriga.config.schema import ModelConfig, RunConfig, TrainConfig
 from quadriga.engines import check_engine_folder
@@ -196,6 +197,8 @@ def check_run_folder(config: AnyRun) -> None:
     existing = folder.existing(trainer, None if resumed is None else resumed.folder)
     folder.check(existing)
     check_remote_folder(trainer, existing)
+    if trainer.push_to_hub is not None:
+        check_repository(trainer.push_to_hub)
     for key, value in leaves(config) if trainer.backend == "ray" else ():
         if key.endswith("path") and str(value).startswith("memory://"):
             text = "is in the memory of this process, and the ranks have processes of their own"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import groupby
@@ -17,11 +18,12 @@ from quadriga.algorithms.importance import mismatch_of_statistics
 from quadriga.checkpoint.folders import Resumed, restore_folder, set_aside_after
 from quadriga.checkpoint.remote import Uploads
 from quadriga.config.commands import RMConfig, RMTrainerConfig, SFTConfig
+from quadriga.config.hub import push
 from quadriga.config.loading import shown_settings
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import describe
-from quadriga.errors import InputError
+from quadriga.errors import InputError, StoreError
 from quadriga.files import remove
 from quadriga.observability.callbacks import Callbacks
 from quadriga.observability.jsonl import JsonlFile, JsonObject, Sample, read_jsonl
@@ -30,6 +32,7 @@ from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve, points_of
 from quadriga.protocol import DataProto, fields
 from quadriga.report import write_report
+from quadriga.report.card import write_card
 from quadriga.report.events import EventLog
 from quadriga.workers.updates import MISMATCH
 
@@ -85,6 +88,7 @@ class RunRecord:
         self.tokenizer = tokenizer
         self._uploads = uploads
         trainer = config.trainer
+        self._repository = trainer.push_to_hub
         # A reward model generates no responses.
         self.samples_kept = self.tokens_kept = 0
         if not isinstance(trainer, RMTrainerConfig):
@@ -178,21 +182,37 @@ class RunRecord:
                 # The plot reads the file of the tracker jsonl, which is complete only now.
                 if error is None and self.folder.metrics.is_file():
                     self._plot()
-                self._report()
+                folder = self.folder
+                self._written("report", lambda: write_report([folder.path], folder.report))
+                if error is None and folder.model.is_dir():
+                    self._written("model card", lambda: write_card(folder.path))
                 if error is None:
                     self._closing_table()
                 self._uploads.close(finished=error is None)
+                if error is None:
+                    self._push()
             except BaseException as failed:
                 self._callbacks.end(failed)
                 raise
             self._callbacks.end(error)
 
-    def _report(self) -> None:
-        """Write the report. The run is complete without it."""
+    def _written(self, what: str, write: Callable[[], None]) -> None:
+        """Write the report or the card. The run is complete without them."""
         try:
-            write_report([self.folder.path], self.folder.report)
-        except Exception as error:  # it may hold any text, and no run ends by its report
-            _log.warning("the report is not written: %s", describe(error))
+            write()
+        except Exception as error:  # they may hold any text, and no run ends by them
+            _log.warning("the %s is not written: %s", what, describe(error))
+
+    def _push(self) -> None:
+        """Push the model to the hub. The run is complete without that."""
+        if self._repository is None or not self.folder.model.is_dir():
+            return
+        print(f"pushing the model to {self._repository}", file=sys.stderr)
+        try:
+            print(f"pushed: {push(self._repository, self.folder.model)}", file=sys.stderr)
+        except StoreError as error:
+            place = self.folder.model
+            _log.warning("%s; it is in %s: hf upload %s %s", error, place, self._repository, place)
 
     def _plot(self) -> None:
         """Draw the learning curve. The run is complete without it."""

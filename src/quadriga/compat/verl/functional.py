@@ -15,10 +15,10 @@ import torch
 from quadriga import protocol
 from quadriga.compat.verl.controller.references import stored
 from quadriga.compat.verl.controller.worker import get_visible_devices_keyword
+from quadriga.config.hub import HUB_PREFIX
 from quadriga.config.paths import is_remote, local_path
 from quadriga.config.stores import CACHE, fetched
 from quadriga.errors import ConfigError, ConflictError, FieldError, LengthError, ModelError
-from quadriga.models.folder import HUB_PREFIX
 from quadriga.parallel.device import get_device_name
 from quadriga.single_controller import ray_noset_visible_devices
 from quadriga.single_controller.environment import environment
