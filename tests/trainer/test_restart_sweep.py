@@ -133,6 +133,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(monkeypatch):
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # as in a Ray that a run starts
     nodes = Nodes()
     monkeypatch.setenv("RAY_ADDRESS", nodes.cluster.address)
     yield nodes
