@@ -235,7 +235,7 @@ def test_the_format_is_that_which_the_template_writes(name):
     if name in FORMATS:
         assert call_format(tokenizer) == FORMATS[name]
     else:
-        with pytest.raises(ConfigError, match=r"set agent\.tool_format"):
+        with pytest.raises(ConfigError, match=r"set agent\.options\.tool_format"):
             call_format(tokenizer)
 
 

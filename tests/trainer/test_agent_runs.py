@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from run_cases import noted
+from transformers import AutoTokenizer
 
 from quadriga.agents.environments import Action, Done
+from quadriga.agents.turns import Turns
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, RewardError
@@ -16,7 +19,6 @@ from quadriga.models.loading import tokenizer_of
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.episodes import turn_spans
-from quadriga.streams.playing import ModelTurns
 from quadriga.trainer import stages
 from quadriga.trainer.main import run_training
 
@@ -66,7 +68,7 @@ def check_episodes(batch: DataProto, config: TrainConfig) -> int:
     """Play each episode again, from the texts of its turns, and compare all tokens. Return how many
     turns they have."""
     tokenizer = tokenizer_of(config.actor_rollout_ref.model)
-    turns, scope, count = ModelTurns(tokenizer), {}, 0
+    turns, scope, count = Turns(tokenizer), {}, 0
     exec(Path(config.agent.path).read_text(), scope)
     import asyncio
 
@@ -131,7 +133,7 @@ def test_what_reset_returns_is_in_the_prompt(train_overrides, game, batches, tmp
     (tmp_path / "game.py").write_text(text)
     config = load_config(TrainConfig, [*train_overrides, *game, "agent.reset_tokens=24"])
     run_training(config)
-    turns = ModelTurns(tokenizer_of(config.actor_rollout_ref.model))
+    turns = Turns(tokenizer_of(config.actor_rollout_ref.model))
     batch = batches[0]
     for prompt, raw, length in zip(
         batch.batch[fields.PROMPTS], batch.non_tensor_batch[fields.RAW_PROMPT],
@@ -193,3 +195,55 @@ def test_settings_that_do_not_fit_are_refused(train_overrides, game, more, words
     more = [rule if entry.startswith("reward.path") else entry for entry in more]
     with pytest.raises(ConfigError, match=words):
         run_training(load_config(TrainConfig, [*train_overrides, *game, *more]))
+
+
+TOOLS = """
+from dataclasses import replace
+from quadriga.agents.tools import ToolEnvironment
+
+def add(a: int, b: int):
+    '''Add.
+
+    Args:
+        a: the first
+        b: the second
+    '''
+    return a + b
+
+class Environment(ToolEnvironment):
+    tools = [add]
+
+    async def step(self, action):  # a random model calls no tool
+        call = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call>'
+        return await super().step(replace(action, text=call if action.turn == 1 else "7"))
+
+    def reward(self, answer):
+        return float(answer == "7" and self.row["reward_model"]["ground_truth"] != "")
+"""
+TEMPLATE = """
+{%- if tools %}{{ '<|system|>' }}{% for t in tools %}{{ t | tojson }}{% endfor %}{{ '<|end|>' }}{% endif %}
+{%- for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% for c in m.tool_calls or [] %}
+{{- '<tool_call>{"name": "' + c.function.name + '", "arguments": ' }}
+{{- c.function.arguments | tojson }}{{ '}</tool_call>' }}{% endfor %}{{ '<|end|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""  # noqa: E501
+
+
+def test_tools_are_in_the_prompt_and_their_results_in_the_episode(
+    train_overrides, game, batches, tmp_path
+):
+    (tmp_path / "game.py").write_text(TOOLS)
+    [model] = [s for s in train_overrides if s.startswith("actor_rollout_ref.model.path=")]
+    folder = shutil.copytree(model.partition("=")[2], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    more = [f"actor_rollout_ref.model.path={folder}", "data.max_prompt_length=400"]
+    run_training(load_config(TrainConfig, [*train_overrides, *game, *more]))
+    batch = batches[0].batch
+    for prompt, ids, length, scores in zip(
+        batch[fields.PROMPTS], batch[fields.RESPONSES], batch[fields.PROMPT_LENGTH].tolist(),
+        batch[fields.TOKEN_LEVEL_SCORES], strict=True,
+    ):  # fmt: skip
+        assert '"name": "add"' in tokenizer.decode(prompt[-length:])
+        assert "<|tool|>7<|end|><|assistant|>" in tokenizer.decode(ids)
+        assert scores.sum() == 1.0

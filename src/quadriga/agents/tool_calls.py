@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from quadriga.agents.turns import MARKER, QUESTION, invented_turn
 from quadriga.containment import cut, describe
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ToolFormat = Literal["harmony", "qwen3_coder", "hermes", "mistral", "llama3"]
+FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
 Schema = dict[str, Any]
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -207,9 +208,9 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
                 return name
     raise ConfigError(
         f"the chat template of the tokenizer {str(tokenizer.name_or_path)!r} writes calls of tools "
-        f"in none of the formats {', '.join(_PARSERS)}; set agent.tool_format to what the model "
-        "writes",
-        key="agent.tool_format",
+        f"in none of the formats {', '.join(_PARSERS)}; set agent.options.tool_format to that "
+        "which the model writes",
+        key="agent.options.tool_format",
     )
 
 

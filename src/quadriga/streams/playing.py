@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from quadriga.agents.environments import EnvironmentRef
 from quadriga.agents.pool import FAILURES, EpisodePool
+from quadriga.agents.tool_calls import call_format
+from quadriga.agents.tools import with_tools
 from quadriga.agents.turns import Turns
 from quadriga.config.schema import AgentConfig, TrainConfig
 from quadriga.errors import RewardError
@@ -30,30 +32,21 @@ if TYPE_CHECKING:
 _log = logging.getLogger("quadriga")
 
 
-class ModelTurns(Turns):
-    """The turns of the model of a run."""
-
-    def text(self, sampled_ids: Sequence[int]) -> str:
-        """Return the text of a turn with its special tokens, without the token that ends it."""
-        ids = list(sampled_ids)
-        while ids and ids[-1] in self.end_ids:
-            ids.pop()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
-
-
 def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
     """Return the episodes of a run; None: its responses are one turn.
 
     Raises:
         InputError: the class of the environment cannot be loaded; see `EnvironmentRef.load`.
+        ConfigError: the chat template cannot write the tools of the environment.
         ModelError: the chat template cannot write several turns.
     """
     agent, data = config.agent, config.data
     if agent.path is None:
         return None
-    ref = EnvironmentRef(agent.path, agent.name, agent.options).loaded()
-    pool = EpisodePool(ref, agent.processes, agent.step_timeout_s, agent.process_memory_gb)
-    turns = ModelTurns(tokenizer, data.chat_template_kwargs)
+    ref = EnvironmentRef(agent.path, agent.name, agent.options)
+    ref, tools = with_tools(ref, lambda: call_format(tokenizer))
+    turns = Turns(tokenizer, data.chat_template_kwargs, tools)
+    pool = EpisodePool(ref.loaded(), agent.processes, agent.step_timeout_s, agent.process_memory_gb)
     return Episodes(
         pool, turns, data.max_response_length, agent.max_turns, agent.max_turn_tokens,
         agent.concurrency,

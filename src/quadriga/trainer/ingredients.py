@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
@@ -60,7 +60,7 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     from quadriga.models.loading import tokenizer_of
     from quadriga.rewards import RewardManager
 
-    data, model = config.data, config.actor_rollout_ref.model
+    data, model = _with_tools(config), config.actor_rollout_ref.model
     tokenizer = tokenizer_of(model)
     # A seed of its own lets two runs differ in sampling and still see the same order of prompts.
     seed = data.seed if data.seed is not None else config.trainer.seed
@@ -100,6 +100,20 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
         if not scores_come_from_roles(validation_dataflow(config)):
             check_rows(rules, val_loader, data.val_files)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
+
+
+def _with_tools(config: TrainConfig) -> DataConfig:
+    """Return the settings of the prompts, into which the chat template writes the tools."""
+    data, agent = config.data, config.agent
+    if agent.path is None:
+        return data
+    from quadriga.agents.environments import EnvironmentRef
+    from quadriga.agents.tools import with_tools
+
+    ref = EnvironmentRef(agent.path, agent.name, agent.options)
+    _, tools = with_tools(ref, lambda: "hermes")  # the format of calls does not change prompts
+    given = {"tools": tools} if tools else {}
+    return replace(data, chat_template_kwargs={**data.chat_template_kwargs, **given})
 
 
 def check_ingredients(config: TrainConfig, given: Ingredients) -> None:
