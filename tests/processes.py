@@ -13,7 +13,13 @@ import psutil
 
 from quadriga.observability.jsonl import read_jsonl
 
-PRELOADED = ("tensordict", "quadriga.trainer.ppo", "quadriga.engines.fsdp", "quadriga.models.tiny")
+PRELOADED = (
+    "tensordict",
+    "quadriga.trainer.ppo",
+    "quadriga.engines.fsdp",
+    "quadriga.models.tiny",
+    "quadriga.rollout.hf.engine",
+)
 
 
 def forks():

@@ -89,7 +89,7 @@ class Observed:
         }
         fork_ranks(
             conformance.rank_main, RANKS, str(root), subjects, limit=wait_s,
-            modules=["megatron_on_cpu"],
+            modules=["quadriga.engines.megatron.engine"],
         )  # fmt: skip
         self.root = root
         self.found = {

@@ -44,6 +44,16 @@ def test_the_command_writes_what_a_run_has_recorded_beside_it(tmp_path, capsys):
     assert run["warnings"] == [[1.5, f"restart 1 of 3 begins: {EVIL}"]] and not run["problems"]
 
 
+@pytest.mark.parametrize("phase", ["update_critic", "values"])
+def test_a_run_that_updates_a_critic_shows_it_whatever_its_estimator(tmp_path, phase):
+    folder = run_folder(tmp_path / "run", "algorithm.adv_estimator=grpo")
+    rows = [{**row, f"time/{phase}": 0.1} for row in read_jsonl(folder / "metrics.jsonl")]
+    write_jsonl(folder / "metrics.jsonl", rows)
+    (run,) = report_of(folder, page=tmp_path / "page.html")["runs"]
+    evaluating = {role for role, name, *_ in run["spans"] if name == "evaluate"}
+    assert evaluating == ({"actor", "critic"} if phase == "update_critic" else {"actor"})
+
+
 def test_rows_with_other_values_than_a_run_writes_are_shown(tmp_path):
     folder = run_folder(tmp_path / "run")
     odd = '{"step": null, "reward": NaN}\n{"step": "2"}\n{"step": [1]}\n{"step": 3}\n'

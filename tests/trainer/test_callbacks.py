@@ -230,6 +230,7 @@ class Late:
     ("call", "message"),
     [("late", "on_save at step 2: RuntimeError: the run can be changed in on_start, on_step, on_v"),
      ("log({'reward/mean': 1})", r"the row of the step has reward/mean already"),
+     ("log({'own/x': 1, 'val/score': 1})", "val/score is a metric of the run; choose another name"),
      ("log({'a': 1}) or run.log({'a': 2})", "the row of the step has a already"),
      ("log({'a': 'b'})", "could not convert string to float"),
      ("scale_lr(0.5, 'critic')", r"no role 'critic' is trained; there are actor"),

@@ -61,7 +61,10 @@ def steps(folders, tmp_path_factory):
     pytest.importorskip("megatron.core")
     policy, judge = folders / "policy", folders / "judge"
     file = str(tmp_path_factory.mktemp("steps") / "found.pt")
-    fork_ranks(megatron_cases.rank_main, 2, str(policy), str(judge), file, limit=300.0)
+    fork_ranks(
+        megatron_cases.rank_main, 2, str(policy), str(judge), file, limit=300.0,
+        modules=["quadriga.engines.megatron.engine"],
+    )  # fmt: skip
     found = torch.load(file, weights_only=False)  # layouts are dataclasses; this test wrote them
     return megatron_cases.Roles(megatron_cases.settings(policy, judge)).step(), found
 

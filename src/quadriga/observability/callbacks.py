@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from quadriga.containment import import_file, reported
 from quadriga.errors import CallbackError, InputError, WorkerError, first_line, nearest_name
+from quadriga.observability.metrics import is_of_runs
 
 if TYPE_CHECKING:
     from quadriga.observability.jsonl import JsonObject
@@ -142,11 +143,14 @@ class RunControl:
         self._callbacks.change(partial(setattr, self._callbacks, "stopped_at", self.step))
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to the row of the step. Names of existing metrics are refused."""
+        """Add metrics to the row of the step. Names in it are refused, and those of the run itself,
+        which may log them later in the step."""
         numbers = {str(name): float(value) for name, value in metrics.items()}
         existing = self._callbacks.current.row.keys() | self._callbacks.logged
         if taken := sorted(numbers.keys() & existing):
             raise ValueError(f"log(): the row of the step has {taken[0]} already; choose another")
+        if taken := sorted(filter(is_of_runs, numbers)):
+            raise ValueError(f"log(): {taken[0]} is a metric of the run; choose another name")
         self._callbacks.logged |= numbers.keys()
         self._callbacks.change(lambda: self._callbacks.current.add(numbers))
 

@@ -161,6 +161,8 @@ METRICS: dict[str, MetricInfo] = {
     "restarts/seconds": _I("s", "from the loss until the run went on", "last"),
 }
 
+_OF_RUNS = tuple(METRICS)
+
 _REDUCERS: dict[Kind, Callable[[list[float]], float]] = {
     "mean": lambda values: sum(values) / len(values),
     "sum": sum,
@@ -177,6 +179,11 @@ def describe_metric(name: str) -> MetricInfo | None:
         return exact
     fitting = [pattern for pattern in METRICS if "*" in pattern and fnmatchcase(name, pattern)]
     return METRICS[max(fitting, key=len)] if fitting else None
+
+
+def is_of_runs(name: str) -> bool:
+    """Whether a run may log a metric of this name itself: no `add_metric` has added it."""
+    return any(fnmatchcase(name, pattern) for pattern in _OF_RUNS)
 
 
 def add_metric(name: str, unit: str, meaning: str, kind: Kind = "mean") -> None:

@@ -10,7 +10,7 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from heapq import nlargest
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ def _run(folder: Path, name: str) -> JsonObject:
     except (InputError, ValueError, TypeError, LookupError) as error:
         problems.append(f"the timeline cannot be read: {error!r:.200}")
     events = list(_rows(files.events, problems))
+    phases = {span.name for span in spans}
     return {
         "name": name,
         "path": str(folder.absolute()),
@@ -105,7 +106,7 @@ def _run(folder: Path, name: str) -> JsonObject:
         "spans": [
             [role, span.name, round(span.start, 3), round(span.end, 3)]
             for span in nlargest(MAX_SPANS, spans, key=lambda span: span.end - span.start)
-            for role in _roles(span, settings)
+            for role in _roles(span, settings, phases)
         ],
         "samples": samples,
         "steps_of_samples": steps_of_samples,
@@ -122,8 +123,8 @@ def _defaults(kind: str) -> dict[str, str]:
     return _texts(yaml.safe_load(to_yaml(_KINDS[kind]())))
 
 
-def _roles(span: Span, settings: Mapping[str, str]) -> list[str]:
-    """Return the rows of the timeline that show a span."""
+def _roles(span: Span, settings: Mapping[str, str], phases: Set[str]) -> list[str]:
+    """Return the rows of the timeline that show a span of a run with these phases."""
     if span.track != "controller":
         return [span.track]
     if span.name != "evaluate":
@@ -135,7 +136,8 @@ def _roles(span: Span, settings: Mapping[str, str]) -> list[str]:
     used = {
         "actor": True,
         "ref": any(settings.get(key) == "true" for key in ref),
-        "critic": settings.get("algorithm.adv_estimator") == "gae",
+        # An estimator of the user may need one, too; `evaluate` comes before its first update.
+        "critic": "update_critic" in phases or settings.get("algorithm.adv_estimator") == "gae",
     }
     return [role for role, is_used in used.items() if is_used]
 
