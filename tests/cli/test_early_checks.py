@@ -9,7 +9,12 @@ import sys
 
 import pytest
 
+from quadriga.algorithms.advantages import ADVANTAGES
+from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.cli.main import main
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.trainer.checks.early import check_early, written_keys
 
 PROGRAM = """
 import sys
@@ -24,6 +29,8 @@ MISTAKES = {
     "key": (["train", "data.sede=1"], "no setting data.sede; did you mean data.seed?"),
     "type": (["rm", "data.shuffle=3"], "data.shuffle must be true or false"),
     "range": (["sft", "optim.lr=-1"], "optim.lr must be"),
+    "estimator": (["train", "algorithm.adv_estimator=grppo"], "'grppo'; did you mean grpo?"),
+    "loss": (["train", "actor_rollout_ref.actor.policy_loss.name=gsqo"], "; did you mean gspo?"),
     "no data": (["train"], "data.train_files is empty"),
     "data": (["sft", "data.train_files=[no.jsonl]"], "no such file: no.jsonl"),
     "column": (["train", WITH, "data.prompt_key=text"], "row 0: no 'text'; found keys ['answer"),
@@ -64,6 +71,13 @@ def test_a_mistake_is_told_before_heavy_imports(folder, name):
     code, _, told = run(folder, words)
     assert (code, message in told, told.count("\n")) == (2, True, 1), told
     assert sorted(os.listdir(folder)) == ["model", "rows.jsonl"]
+
+
+def test_the_names_of_algorithms_are_those_of_their_tables_and_files_may_add_some():
+    assert [*written_keys("advantages", "ADVANTAGES")] == [*ADVANTAGES]
+    assert [*written_keys("policy_losses", "POLICY_LOSSES")] == [*POLICY_LOSSES]
+    own = ["algorithm.user_files=[mine.py]", "algorithm.adv_estimator=mine"]
+    check_early(load_config(TrainConfig, own), complete=False)
 
 
 def test_print_config_is_checked_and_a_search_imports_nothing_heavy(folder, capsys):
