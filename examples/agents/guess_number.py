@@ -67,13 +67,13 @@ def main(steps: int = 60, estimator: str = "gigpo") -> list[dict[str, float]]:
     ).train()  # fmt: skip
     numbers = [{"prompt": PROMPT, "number": 1 + i % 9} for i in range(144)]
     run = quadriga.GRPO(
-        str(sft.model_path), data=numbers, val_data=numbers[:90], steps=steps, lr=1e-3,
-        batch_size=18, responses=8, mini_batch_size=18, adv_estimator=estimator,
+        str(sft.model_path), data=numbers, val_data=numbers[:90], steps=steps, lr=2e-3,
+        batch_size=18, responses=8, mini_batch_size=6, adv_estimator=estimator,
         agent={"path": __file__, "max_turns": TURNS, "max_turn_tokens": 4},
         max_response_length=48, slice_tokens=4, folder=str(folder / "run"), test_freq=10,
         loggers=["jsonl"], **{"actor_rollout_ref.rollout.val_sampling.temperature": 1.0},
     ).train()  # fmt: skip
-    return [row for row in run.metrics if "val/score" in row]
+    return [row for row in run.history if "val/score" in row]
 
 
 if __name__ == "__main__":

@@ -110,6 +110,13 @@ def test_many_slow_environments_answer_at_once(pool):
     assert {answer.status for answer in found.values()} == {"observed"}
 
 
+def test_both_sides_can_send_more_than_a_pipe_holds(pool):
+    own = pool(processes=1, timeout_s=30.0)
+    text = "x" * 20_000
+    found = play(own, *[text] * 100)
+    assert {answer.status for answer in found.values()} == {"observed"}
+
+
 def test_an_episode_that_ended_is_dropped(pool):
     own = pool(processes=1)
     own.play(0, {"name": "a"}, ["hang"])

@@ -196,7 +196,7 @@ class EpisodePool:
         play = Play(number, ref, episode.row if new else {}, turns, self.timeout_s, seen)
         late = _LATE_S + (_START_S if starts else 0.0)
         episode.deadline = time.monotonic() + self.timeout_s + late
-        _try_send(process, play)  # an error: its pipe is closed, which `answers` finds
+        _try_send(process, play)
 
     def _process(self, *, alone: bool) -> PoolProcess:
         """Return the shared process with the fewest episodes, or a new one."""
@@ -260,5 +260,5 @@ class EpisodePool:
 def _try_send(process: PoolProcess, message: object) -> None:
     try:
         process.connection.send(message)
-    except OSError:
-        return
+    except OSError:  # it has ended, or reads no more: `answers` finds that its pipe is closed
+        process.popen.terminate()

@@ -14,8 +14,11 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, NoReturn
 
 from quadriga.agents.environments import (
@@ -44,6 +47,9 @@ class Host:
         self._found: dict[int, Environment] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._ended = asyncio.Event()
+        # A thread sends, so that this process also reads while the pool sends.
+        self._answers: SimpleQueue[bytes] = SimpleQueue()
+        Thread(target=self._send, daemon=True).start()
 
     async def serve(self) -> None:
         """Answer the messages of the pool until it closes its end."""
@@ -77,7 +83,12 @@ class Host:
             if limit.expired():
                 late = f"exceeded its deadline of {play.timeout_s:g} s"
                 answer = Answer(play.episode, "timed_out", detail=late)
-        self._connection.send_bytes(json.dumps(asdict(answer)).encode())
+        self._answers.put(json.dumps(asdict(answer)).encode())
+
+    def _send(self) -> None:
+        with suppress(OSError):  # the pool has closed its end
+            while True:
+                self._connection.send_bytes(self._answers.get())
 
     async def _answered(self, play: Play) -> Answer:
         """Begin the episode, if this process does not have it, play its turns, and return the
