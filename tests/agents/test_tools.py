@@ -7,9 +7,10 @@ import time
 
 import pytest
 
+from quadriga.agents import sandbox
 from quadriga.agents.environments import Action, Done, EnvironmentRef
 from quadriga.agents.tools import ToolEnvironment, with_tools
-from quadriga.errors import ConfigError, UnknownNameError
+from quadriga.errors import ConfigError, InputError, UnknownNameError
 
 RAN = []
 
@@ -172,6 +173,19 @@ def test_the_schemas_and_the_format_of_an_environment(ref):
     given, _ = with_tools(ref("Environment", tool_format="mistral"), lambda: "llama3")
     assert given.options == {"tool_format": "mistral"}
     assert with_tools(ref("Game"), lambda: "llama3") == (ref("Game"), [])
+
+
+def test_the_python_tool_is_refused_where_nothing_can_be_isolated(ref, tmp_path, monkeypatch):
+    text = FILE.replace("tools = [add, add]", "from quadriga.agents.sandbox import python\n    "
+                        "tools = [python]")  # fmt: skip
+    (tmp_path / "mine.py").write_text(text)
+
+    def refused():
+        raise InputError("the system allows no isolation")
+
+    monkeypatch.setattr(sandbox, "check_isolation", refused)
+    with pytest.raises(InputError, match="no isolation"):
+        with_tools(ref("Twice"), lambda: "hermes")
 
 
 REFUSED = {

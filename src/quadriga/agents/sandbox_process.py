@@ -38,15 +38,8 @@ _DEATH_SIGNAL, _NO_NEW_PRIVS = 1, 38
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _SYSTEM = (
-    "/usr",
-    "/bin",
-    "/sbin",
-    "/lib",
-    "/lib32",
-    "/lib64",
-    "/etc/ld.so.cache",
-    "/etc/alternatives",
-)
+    "/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/alternatives"
+)  # fmt: skip
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _CHECK_S = 0.05  # how often init looks at the memory of the processes
 _FIRST_USER = 2_000_000_000
@@ -69,22 +62,16 @@ def _bind(path: str, root: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.symlink_to(os.readlink(path))
         return
-    if os.path.isdir(path):
-        target.mkdir(parents=True, exist_ok=True)
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.path.isdir(path)
+    (target if folder else target.parent).mkdir(parents=True, exist_ok=True)
+    if not folder:
         target.touch()
     _mount(path, str(target), "", _BIND | _RECURSIVE)
     if path not in _DEVICES:
+        what = (_AT_FDCWD, str(target).encode(), _AT_RECURSIVE)
         attributes = (ctypes.c_uint64 * 4)(_READ_ONLY | _NOSUID, 0, 0, 0)
-        arguments = (
-            _AT_FDCWD,
-            str(target).encode(),
-            _AT_RECURSIVE,
-            attributes,
-            ctypes.c_size_t(32),
-        )
-        _check(_libc.syscall(_MOUNT_SETATTR, *arguments), f"mount {target} read only")
+        found = _libc.syscall(_MOUNT_SETATTR, *what, attributes, ctypes.c_size_t(32))
+        _check(found, f"mount {target} read only")
 
 
 def _new_namespaces() -> None:

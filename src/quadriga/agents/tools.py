@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from quadriga.agents import sandbox
 from quadriga.agents.environments import Action, Done, EnvironmentRef, Message, Observation
 from quadriga.agents.tool_calls import (
     FORMATS,
@@ -171,7 +172,8 @@ def with_tools(
         find_format: called if the options name none.
 
     Raises:
-        InputError: the class cannot be loaded, see `EnvironmentRef.load`.
+        InputError: the class cannot be loaded, see `EnvironmentRef.load`; or it has the tool
+            `sandbox.python`, and the system allows no isolation.
         ConfigError: it has no method `reward`, or its tools cannot be used.
     """
     if not code_runs():
@@ -186,4 +188,6 @@ def with_tools(
     if given not in FORMATS:
         raise unknown_name("format of agent.options.tool_format", given, FORMATS)
     tools = tools_by_name(found.tools).values()
+    if any(tool.function is sandbox.python for tool in tools):
+        sandbox.check_isolation()
     return replace(ref, options={**ref.options, "tool_format": given}), [t.schema for t in tools]

@@ -51,6 +51,7 @@ Message = Mapping[str, Any]
 
 MARKER = "qzmarkerzq"
 QUESTION: Message = {"role": "user", "content": "qzquestionzq"}
+_MOST_ALONE = 64  # invented turns whose text is kept; a policy chooses the names of its calls
 _CALL_ID = "call00000"  # nine letters and digits, which Mistral's templates ask for
 _RESULT: Message = {"role": "tool", "name": "probe", "content": "qzresultzq"}
 
@@ -103,6 +104,7 @@ class Turns:
         )
         longest_first = sorted(special, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._alone: dict[str, str] = {}  # invented turn → conversation that ends with it
         borders = [self._border([QUESTION])]
         if tools:
             self._check_tools(tools)
@@ -238,7 +240,7 @@ class Turns:
         """Return what the template writes after a turn which these messages follow."""
         if messages[0]["role"] != "tool":
             return self._cut(invented_turn(2), messages)
-        name = str(messages[0].get("name", "tool"))
+        name = self._neutral(str(messages[0].get("name", "tool")))
         return self._cut(invented_turn(self._call_form, name), messages)
 
     def _cut(self, turn: Message, messages: Sequence[Message]) -> Border:
@@ -246,7 +248,11 @@ class Turns:
 
         Raises `ModelError` if the template cannot write the turn, or does not write the marker.
         """
-        ends_here = self._text([QUESTION, turn], complete=True)
+        if (key := str(turn)) not in self._alone:
+            if len(self._alone) > _MOST_ALONE:
+                self._alone.clear()
+            self._alone[key] = self._text([QUESTION, turn], complete=True)
+        ends_here = self._alone[key]
         goes_on = self._text([QUESTION, turn, *messages])
         _, found, behind = ends_here.partition(MARKER)
         _, found_again, rest = goes_on.partition(MARKER)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -284,7 +285,7 @@ def _tokens_of_template(
     tokenizer: PreTrainedTokenizerBase, arguments: TemplateArguments
 ) -> list[tuple[str, str]]:
     """Return (kind, text) of each token of a template, in Jinja's language."""
-    from jinja2 import Environment, TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError
 
     found = tokenizer.chat_template
     tools: Any = arguments.get("tools")
@@ -295,10 +296,16 @@ def _tokens_of_template(
     except ValueError as error:  # none of them is named "default"
         raise _template_error(tokenizer, f"cannot be chosen: {error}") from None
     try:
-        tokens = list(Environment().lex(template))
+        return _lexed(template)
     except TemplateSyntaxError as error:
         raise _template_error(tokenizer, f"is not valid: {error}") from None
-    return [(kind, text) for _, kind, text in tokens]
+
+
+@lru_cache(maxsize=8)  # agents write a chat for each turn
+def _lexed(template: str) -> list[tuple[str, str]]:
+    from jinja2 import Environment
+
+    return [(kind, text) for _, kind, text in Environment().lex(template)]
 
 
 def _template_error(tokenizer: PreTrainedTokenizerBase, problem: str) -> ModelError:
