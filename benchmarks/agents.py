@@ -77,7 +77,9 @@ def main() -> None:
         file.write_text(ENVIRONMENT)
         counts = (50,) if quick else (100, 1000)
         found = [environments(file, count, 2 if quick else 8) for count in counts]
-    print(json.dumps({"environments": found}, indent=2))
+    share = found[-1]["share_of_limit"]
+    goals = {"share of the limit": {"value": share, "goal": 0.9, "met": share >= 0.9}}
+    print(json.dumps({"environments": found, "goals": goals}, indent=2))
 
 
 if __name__ == "__main__":

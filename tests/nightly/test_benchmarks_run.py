@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 NAMES = (
-    "algorithms", "controller", "data_plane", "group_balance", "saving", "scale",
+    "agents", "algorithms", "controller", "data_plane", "group_balance", "saving", "scale",
     "streams", "train_step",
     "weight_sync",
 )  # fmt: skip

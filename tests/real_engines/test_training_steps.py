@@ -142,6 +142,32 @@ def test_a_streamed_run_knows_the_weights_of_each_token(tmp_path, engine):
         assert (row["mismatch/max"] < 1e-3) == (own == {first + step})
 
 
+GAME = """
+class Environment:
+    def reset(self, row): ...
+
+    def step(self, action):
+        from quadriga.agents.environments import Done, Observation
+        size = sum(map(ord, action.text)) % 7
+        return Done(reward=size) if action.turn == 3 else Observation(str(size), reward=size)
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_episodes_of_several_turns(tmp_path, engine):
+    """With observations between its turns, an engine samples what the trainer computes."""
+    (tmp_path / "game.py").write_text(GAME)
+    given = [
+        f"agent.path={tmp_path / 'game.py'}", "agent.max_turn_tokens=6",
+        "actor_rollout_ref.rollout.slice_tokens=3", "data.max_response_length=80",
+        "trainer.total_training_steps=2",
+    ]  # fmt: skip
+    rows = rows_of_run(tmp_path, engine, *PLACEMENTS["one rank"], *given)
+    assert [row["mismatch/max"] < 1e-3 for row in rows] == [True, True], rows
+    assert all(row["agent/ended/done"] == 1 and row["agent/turns/mean"] == 3 for row in rows)
+    assert all(row["actor/grad_norm"] > 0 for row in rows)
+
+
 def varying_reward(tmp_path):
     """The setting of a reward that differs between responses."""
     (tmp_path / "rule.py").write_text(
