@@ -175,3 +175,15 @@ def test_events_are_kept_by_a_run_that_begins_again_and_a_removed_file_is_writte
     assert events[0]["environment"]["torch"] == "2.13"
     removed = f"{folder.events} was removed or replaced by another process"
     assert warnings[1:] == ["first", removed, "second"]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_warning_of_a_run_is_printed_beside_it_once(tmp_path, capsys, monkeypatch, own):
+    """Python prints warnings only where no handler takes them."""
+    monkeypatch.setattr(logging.root, "handlers", [logging.NullHandler()] if own else [])
+    with closing(EventLog(tmp_path / "events.jsonl", lambda: 2.0)):
+        logging.getLogger("quadriga").warning("replica %d has joined", 1)
+        logging.getLogger("quadriga").info("no warning")
+    assert capsys.readouterr().err == ("" if own else "replica 1 has joined\n")
+    rows = [*read_jsonl(tmp_path / "events.jsonl")]
+    assert [row.get("warning") for row in rows] == [None, "replica 1 has joined"]

@@ -95,7 +95,11 @@ class EventLog(logging.Handler):
         logging.getLogger("quadriga").addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a warning."""
+        """Write a warning. Where the program has set up no logging, print it, too, as Python does
+        without any handler."""
+        handlers = (*logging.getLogger("quadriga").handlers, *logging.root.handlers)
+        if logging.lastResort and all(isinstance(handler, EventLog) for handler in handlers):
+            logging.lastResort.handle(record)
         with suppress(InputError):
             self._file.write({"at": self._elapsed(), "warning": shown(record.getMessage())})
 
