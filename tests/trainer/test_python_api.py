@@ -247,6 +247,7 @@ def no_response(*, answer): ...
 lock = threading.Lock()
 BAD = {
     "typo": ({"lrr": 1}, r"no setting lrr; did you mean lr\?"),
+    "of TRL": ({"num_generations": 8}, r"no setting num_generations; did you mean responses\?"),
     "far": (
         {"kl_los_coef": 1},
         r"no setting kl_los_coef; did you mean actor_rollout_ref.actor.kl_",

@@ -87,6 +87,14 @@ _RUN = {
     RMConfig: "quadriga.trainer.fine_tuning:run_rm",
 }
 
+_OF_TRL = {
+    "num_generations": "responses", "learning_rate": "lr", "max_steps": "steps",
+    "num_train_epochs": "epochs", "max_completion_length": "max_response_length",
+    "per_device_train_batch_size": "batch_size", "reward_funcs": "reward", "train_dataset": "data",
+    "beta": "kl_loss_coef", "peft_config": "lora",
+}  # fmt: skip
+"""Arguments of TRL → ours, for the message about them."""
+
 
 # From arguments to settings.
 
@@ -103,7 +111,7 @@ def nested(cls: type, short: Mapping[str, str], given: Mapping[str, Any]) -> dic
         key = short.get(name, name)
         if "." not in key and name not in short and name not in field_types(cls):
             keys = [key for key, _ in walk_keys(cls) if key.rpartition(".")[2] == name]
-            if not keys and (near := nearest_name(name, short)):
+            if not keys and (near := _OF_TRL.get(name) or nearest_name(name, short)):
                 text = f"no setting {name}; did you mean {near}?"
                 raise UnknownSettingError(text, key=name, nearest=near)
             if not keys:
