@@ -1,0 +1,96 @@
+#!/usr/bin/env bash
+# Three first hours: of someone who comes from TRL, from verl, and with a dataflow of their own. Each
+# command is one that the pages name; it is shown with its output and its seconds. The output is
+# kept in a file for each of the three, without the path of the folder.
+#
+#   scripts/first_hours.sh PYTHON OUTPUT [trl|verl|dataflow …]
+#
+# PYTHON has the wheel of this checkout and nothing of its sources:
+#   pip wheel --no-deps -w dist . ./packages/verl-alias
+#   python -m venv first && first/bin/pip install -c constraints.txt dist/*.whl
+set -uo pipefail
+python=$(realpath -s "$1") output=$(realpath "$2"); shift 2
+checkout=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+export PATH="$(dirname "$python"):$PATH" COLUMNS=100 HF_HUB_OFFLINE=1
+unset PYTHONPATH
+mkdir -p "$output"
+
+# shown [fails] COMMAND…: print the command, its output and its seconds.
+shown() {
+  local expected=0 status=0 began=$SECONDS
+  if [[ $1 == fails ]]; then expected=1; shift; fi
+  echo "\$ $*"
+  "$@" 2>&1 || status=$?
+  echo "[exit code $status, $((SECONDS - began)) s]"; echo
+  [[ $((status != 0)) == "$expected" ]] || failed="$failed $hour: $*;"
+}
+
+trl() {
+  shown quadriga data make output=data model_output=base sft_size=512 max_number=5 hidden_size=32
+  cat >train.py <<'END'
+import pyarrow.parquet as pq
+import quadriga
+
+
+def right(completions, answer, **kwargs):  # as for TRL's GRPOTrainer
+    return [float(one[0]["content"].strip().endswith(a)) for one, a in zip(completions, answer)]
+
+
+table = pq.read_table("data/train.parquet").to_pylist()
+rows = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in table]
+warm = quadriga.SFT("base", "data/sft.parquet", steps=12, batch_size=16, lr=3e-3, folder="warm")
+grpo = quadriga.GRPO("warm/model", right, rows, steps=3, batch_size=8, responses=8,
+                     max_response_length=32, folder="run")
+warm.train()
+run = grpo.train()
+print([round(row["reward/mean"], 2) for row in run.history])
+print(run.samples[-1]["response"], run.samples[-1]["reward"])
+print(quadriga.generate(run.model_path, "What is 2 + 3?", max_response_length=32))
+END
+  sed 's/responses=8/num_generations=8/' train.py >typo.py
+  shown fails python typo.py
+  shown python train.py
+  shown quadriga report run
+  shown ls run run/model
+}
+
+verl() {
+  shown quadriga data make output=data model_output=base max_number=5 hidden_size=32
+  cat >reward.py <<'END'
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str.strip().endswith(ground_truth))
+END
+  local words=(
+    algorithm.adv_estimator=grpo data.train_files=data/train.parquet data.val_files=data/test.parquet
+    data.train_batch_size=8 data.max_prompt_length=128 data.max_response_length=32
+    actor_rollout_ref.model.path=base actor_rollout_ref.actor.optim.lr=1e-3
+    actor_rollout_ref.actor.ppo_mini_batch_size=8
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_type=low_var_kl
+    actor_rollout_ref.rollout.name=hf actor_rollout_ref.rollout.n=4
+    custom_reward_function.path=reward.py trainer.logger=[console] trainer.n_gpus_per_node=1
+    trainer.nnodes=1 trainer.total_training_steps=3 trainer.default_local_dir=run
+  )
+  # The last one does not exist: it is named among those that are ignored.
+  shown python -m verl.trainer.main_ppo "${words[@]}" actor_rollout_ref.rollout.nn=4
+  shown quadriga report run
+}
+
+dataflow() {
+  cp "$checkout"/examples/controller/{two_policies,tree_search}.py .
+  sed -n '/^```python/,/^```/{/^```/d;p}' "$checkout/docs/concepts/own_loop.md" >loop.py
+  shown python loop.py
+  shown python two_policies.py
+  shown python two_policies.py ray
+  shown python tree_search.py
+}
+
+failed=""
+for hour in "${@:-trl verl dataflow}"; do for hour in $hour; do
+  mkdir -p "$work/$hour" && cd "$work/$hour" || exit 1
+  "$hour" > >(sed -u "s|$work/$hour/||g; s|$work/$hour|.|g; s|$work|…|g; s|/[^ \"]*/site-packages/||g" | tee "$output/$hour.txt")
+done; done
+wait
+[[ -z $failed ]] || { echo "not as expected:$failed"; exit 1; }
