@@ -36,7 +36,17 @@ RUNS = {
         "trainer.max_staleness=1", f"{ROLLOUT}.slice_tokens=5",
         f"{ACTOR}.policy_loss.name=decoupled_ppo",
     ],
+    "episodes": ["agent.max_turn_tokens=4", f"{ROLLOUT}.slice_tokens=4"],
 }  # fmt: skip
+GAME = """
+from quadriga.agents.environments import Done
+
+class Environment:
+    def reset(self, row): ...
+
+    def step(self, action):
+        return Done(reward=len(action.text) / 10, metrics={"characters": len(action.text)})
+"""
 
 
 def listed() -> dict[str, tuple[str, str, str]]:
@@ -79,7 +89,11 @@ def emitted(tiny_task, rule, scorer, tmp_path_factory):  # noqa: F811
         for name, settings in RUNS.items():
             folder = tmp_path_factory.mktemp("run")
             model = f"reward_model.model.path={scorer}"
-            given = [*two_steps(tiny_task, folder), rule, model, *settings]
+            scored = rule
+            if name == "episodes":
+                (folder / "game.py").write_text(GAME)
+                scored = f"agent.path={folder / 'game.py'}"
+            given = [*two_steps(tiny_task, folder), scored, model, *settings]
             with pytest.MonkeyPatch.context() as more:
                 if name == "PPO":
                     lose_a_rank(more)
