@@ -184,15 +184,20 @@ def import_file(
     if spec is None:
         raise InputError(f"{what} {path} is not a Python file (.py)")
     module = importlib.util.module_from_spec(spec)
-    if name is not None:
-        sys.modules[name] = module
+    before = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module  # where a dataclass looks for the types of its fields
     try:
         with reported(lambda said: InputError(f"{what} {path} cannot be imported: {said}")):
             code = path.read_bytes() if content is None else content
             exec(compile(code, str(path), "exec", dont_inherit=True), vars(module))
     except BaseException:
-        sys.modules.pop(name or "", None)
+        name = None
         raise
+    finally:
+        if name is None:
+            sys.modules.pop(spec.name, None)
+            if before is not None:
+                sys.modules[spec.name] = before
     return module
 
 

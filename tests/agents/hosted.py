@@ -1,9 +1,14 @@
 """An environment whose turns name what it does."""
 
+from __future__ import annotations
+
 import asyncio
 import os
 import random
 import time
+from dataclasses import dataclass
+
+import numpy as np
 
 from quadriga.agents.environments import Done, Observation
 
@@ -37,6 +42,53 @@ class Environment:
         elif action.text == "done":
             return Done(reward=1.0, metrics={"turns": len(self.turns)})
         return Observation(f"{self.row['name']} {self.turns}", reward=0.5, metrics={"seen": 1})
+
+
+class Odd(Environment):
+    """Returns what is named, which no run may end of."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words = words
+
+    async def step(self, action):
+        if action.text == "cancelled":
+            task = asyncio.create_task(asyncio.sleep(9))
+            task.cancel()
+            await task
+        if action.text == "slow":
+            await asyncio.sleep(0.3)
+        if action.text == "block":
+            time.sleep(100)
+        return {
+            "generator": Observation({"role": "user", "content": word} for word in self.words),
+            "large": Done(1e39),
+            "numpy": Done(np.float32(0.5), {"hit": np.bool_(True)}),
+            "key": Done(1.0, {("a", 1): 1.0}),
+            "own": Done(1.0, {"raised": 1.0}),
+            "surrogate": Observation("x\udc80"),
+            "heavy": Observation([{"role": "user", "content": "", "more": "x" * (1 << 23)}]),
+            "none": Done(None),
+        }.get(action.text, "fine")
+
+
+class Stops(Environment):
+    def reset(self, row): ...
+
+    def step(self, action):
+        return next(iter([]))
+
+
+@dataclass
+class Rewarding:
+    """Gives a reward before the first turn."""
+
+    size: int = 1
+
+    def reset(self, row):
+        return Observation("hello", reward=1.0)
+
+    def step(self, action): ...
 
 
 class Threaded(Environment):

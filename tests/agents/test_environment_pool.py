@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -79,6 +80,58 @@ def test_a_failure_costs_its_own_episode(pool):
     assert "step must return an Observation or Done, got NoneType" in details["nothing"]
     assert "2097152 characters" in details["flood"]
     assert details["hang"] == "exceeded its deadline of 1 s"
+
+
+ODD = {
+    "generator": ("observed", ""), "numpy": ("done", ""), "surrogate": ("observed", ""),
+    "cancelled": ("raised", "CancelledError"), "large": ("raised", "reward must be a number up to"),
+    "key": ("raised", "a metric must have a name"), "own": ("raised", "a metric must have a name"),
+    "heavy": ("raised", "bytes, at most"), "none": ("raised", "reward must be a number"),
+}  # fmt: skip
+
+
+def test_odd_answers_cost_their_own_episode(pool):
+    found = play(pool("Odd", words=["a", "b"], timeout_s=5.0), *ODD)
+    for number, (status, words) in enumerate(ODD.values()):
+        assert found[number].status == status and words in found[number].detail, found[number]
+    order = [*ODD]
+    generated, given, repaired = (
+        found[order.index(n)] for n in ("generator", "numpy", "surrogate")
+    )
+    assert [message["content"] for message in generated.messages] == ["a", "b"]
+    assert (given.rewards, given.metrics) == ([0.5], {"hit": 1.0})
+    assert repaired.messages[0]["content"] == "x?"
+
+
+def test_an_iterator_that_has_ended_raises(pool):
+    (found,) = play(pool("Stops", timeout_s=30.0), "one").values()
+    assert (found.status, found.detail) == ("raised", "RuntimeError: StopIteration")
+
+
+def test_a_reward_of_reset_is_refused(pool):
+    own = pool("Rewarding")
+    own.play(0, {}, [])
+    (found,) = answers(own, 1).values()
+    assert found.status == "raised" and "reset returns has no reward" in found.detail
+
+
+def test_of_several_calls_the_one_that_blocks_is_found(pool):
+    own = pool("Odd", processes=1, words=[], timeout_s=1.0)
+    found = play(own, "slow", "slow", "block", "slow")
+    assert [found[i].status for i in range(4)] == ["observed", "observed", "timed_out", "observed"]
+    own.play(0, {}, ["slow", "one"])
+    assert answers(own, 1)[0].messages[0]["content"] == "fine"
+
+
+def test_the_import_of_the_file_is_not_part_of_the_deadline(pool, tmp_path, monkeypatch):
+    text = Path(HOSTED).read_text(encoding="utf-8")
+    (tmp_path / "slow.py").write_text(
+        f"import time\ntime.sleep(1.5)\n{text[text.index('import asyncio') :]}"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "HOSTED", str(tmp_path / "slow.py"))
+    assert {a.status for a in play(pool(timeout_s=0.5), "one", "two", "three").values()} == {
+        "observed"
+    }
 
 
 def test_one_that_blocks_its_process_is_killed_and_the_others_go_on(pool):

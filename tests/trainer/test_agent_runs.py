@@ -19,7 +19,10 @@ from quadriga.models.loading import tokenizer_of
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.episodes import turn_spans
+from quadriga.streams.playing import make_episodes
+from quadriga.streams.queue import PromptGroup
 from quadriga.trainer import stages
+from quadriga.trainer.ingredients import load_ingredients
 from quadriga.trainer.main import run_training
 
 GAME = """
@@ -168,6 +171,52 @@ def test_a_failed_episode_is_left_out(train_overrides, game, batches, tmp_path, 
     more = ["agent.on_error=fail", f"trainer.default_local_dir={tmp_path / 'fails'}"]
     with pytest.raises(RewardError, match=r"or set agent\.on_error to zero or mask"):
         run_training(load_config(TrainConfig, [*base, *more]))
+
+
+FAILS_IN_RESET = """
+from quadriga.agents.environments import Done
+
+class Environment:
+    def reset(self, row):
+        if row["reward_model"]["ground_truth"] == "4":
+            raise ValueError("of the user")
+
+    def step(self, action):
+        return Done(reward=len(action.text) % 3)
+"""
+
+
+def test_prompts_without_an_episode_do_not_end_a_streamed_run(train_overrides, game, tmp_path):
+    (tmp_path / "game.py").write_text(FAILS_IN_RESET)
+    more = ["trainer.max_staleness=1", "trainer.total_training_steps=6", "agent.on_error=mask"]
+    config = load_config(TrainConfig, [*train_overrides, *game, *more])
+    run_training(config)
+    rows = [*read_jsonl(Path(config.trainer.default_local_dir) / "metrics.jsonl")]
+    assert len(rows) == 7 and any(row.get("agent/raised", 0) > 0 for row in rows)
+
+
+def test_an_environment_that_always_fails_ends_the_run(train_overrides, game, tmp_path):
+    (tmp_path / "game.py").write_text(FAILS_IN_RESET.replace('== "4"', "is not None"))
+    with pytest.raises(RewardError, match=r"Correct the environment$"):
+        run_training(load_config(TrainConfig, [*train_overrides, *game]))
+
+
+def test_a_group_that_begins_again_has_the_prompt_of_reset_once(train_overrides, game, tmp_path):
+    text = GAME + '\n    def reset(self, row):\n        self.limit = 9\n        return "Now."\n'
+    (tmp_path / "game.py").write_text(text)
+    config = load_config(TrainConfig, [*train_overrides, *game, "agent.reset_tokens=24"])
+    ingredients = load_ingredients(config)
+    episodes = make_episodes(config, ingredients.tokenizer)
+    prompts = next(iter(ingredients.train_loader))
+    group = PromptGroup(0, stages.expand_prompts(prompts, n=1, seed=0).batch.select_idxs([0]))
+    found = []
+    for _ in range(2):
+        episodes.begin(group)
+        assert [len(part.rows) for part in episodes.settle()] == [1]
+        found.append(group.prompts.batch[fields.INPUT_IDS].tolist())
+        episodes.forget([group])
+    episodes.close()
+    assert found[0] == found[1] and len(group.prompts.non_tensor_batch[fields.RAW_PROMPT][0]) == 2
 
 
 def test_a_run_goes_on_with_its_episodes(train_overrides, game, batches, tmp_path):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -30,6 +30,10 @@ Message = dict[str, Any]
 """A message of a chat: `role` and `content`, of a tool also its `name`."""
 MAX_CHARACTERS = 1 << 20
 """Of the messages of an observation."""
+LARGEST = 1e30
+"""Reward or metric; sums of them are float32."""
+OWN_METRICS = ("raised", "timed_out", "crashed")
+"""Names below `agent/` that a run has itself."""
 
 
 @dataclass(frozen=True)
@@ -126,61 +130,84 @@ class EnvironmentRef:
                 raise ConfigError(
                     f"{where} has no method {method}(self, {given})", key="agent.path"
                 )
-            try:
-                inspect.signature(function).bind(None, None)
-            except TypeError as error:
-                text = f"{where}: {method} must take (self, {given}): {error}"
-                raise ConfigError(text, key="agent.path") from error
-        try:
-            inspect.signature(found).bind(**self.options)
-        except TypeError as error:
-            text = f"{where} does not take agent.options={dict(self.options)}: {error}"
-            raise ConfigError(text, key="agent.options") from error
+            if (problem := _unfit(function, None, None)) is not None:
+                text = f"{where}: {method} must take (self, {given}): {problem}"
+                raise ConfigError(text, key="agent.path")
+        if (problem := _unfit(found, **self.options)) is not None:
+            text = f"{where} does not take agent.options={dict(self.options)}: {problem}"
+            raise ConfigError(text, key="agent.options")
         return cast("type[Environment]", found)
 
 
+def _unfit(function: Callable[..., object], *args: object, **kwargs: object) -> str | None:
+    """Return why a function cannot be called with these arguments; None: it can."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a class of C has no signature
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return str(error)
+    return None
+
+
 def checked(returned: object, ends: bool) -> Observation | Done | None:
-    """Return what a method has returned, in one form: a text is an `Observation`.
+    """Return what a method has returned, in one form: messages are a list, numbers are floats.
 
     Args:
         ends: it is of `step`, which may return `Done` and must not return None.
 
     Raises:
-        InputError: it is of another type, has a reward that is no finite number, or messages that
-            cannot be used.
+        InputError: it is of another type, has a number that is not finite, a reward with `reset`,
+            or messages that cannot be used.
     """
     if returned is None and not ends:
         return None
     found = Observation(returned) if isinstance(returned, str) else returned
     if not isinstance(found, Observation | Done) or (isinstance(found, Done) and not ends):
-        wanted = (
-            "step must return an Observation or Done"
-            if ends
-            else ("reset must return an Observation or None")
-        )
+        wanted = "reset must return an Observation or None"
+        if ends:
+            wanted = "step must return an Observation or Done"
         raise InputError(f"{wanted}, got {type(returned).__name__}: {returned!r:.80}")
-    numbers = {"reward": found.reward, **found.metrics}
-    for name, value in numbers.items():
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
-            raise InputError(f"{name} must be a finite number, got {value!r:.80}")
+    if not isinstance(found.metrics, Mapping):
+        raise InputError(f"metrics must be a dict, got {found.metrics!r:.80}")
+    reward = _number("reward", found.reward)
+    metrics = {name: _number(name, value) for name, value in found.metrics.items()}
+    if not ends and (reward or metrics):
+        raise InputError("what reset returns has no reward and no metrics; give them to step")
+    wrong = [n for n in metrics if not isinstance(n, str) or "/" in n or n in OWN_METRICS]
+    if wrong:
+        raise InputError(f"a metric must have a name without / of its own, got {wrong[0]!r:.80}")
     if isinstance(found, Done):
-        return found
-    messages = found.messages
-    if isinstance(messages, str):
-        messages = [{"role": "user", "content": messages}]
+        return Done(reward, metrics)
+    return Observation(_messages(found.messages), reward, metrics)
+
+
+def _messages(given: str | Sequence[Message]) -> list[Message]:
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    messages = list(given) if isinstance(given, Iterable) else []
     texts = [m.get("content") if isinstance(m, dict) else None for m in messages]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise InputError(
             "an observation must be a text, or messages with a text as content each, got "
-            f"{found.messages!r:.80}"
+            f"{given!r:.80}"
         )
     if any(m.get("role") in (None, "assistant") for m in messages):
         raise InputError("a message of an observation needs a role, and not that of the assistant")
     size = sum(len(str(text)) for text in texts)
     if size > MAX_CHARACTERS:
         raise InputError(f"an observation has {size} characters, at most {MAX_CHARACTERS} may be")
-    return replace(found, messages=messages)
+    return messages
+
+
+def _number(name: object, value: object) -> float:
+    """Return a number, also one of numpy or torch, and 1 or 0 for a bool."""
+    try:
+        number = math.nan if isinstance(value, str) else float(cast("Any", value))
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not abs(number) <= LARGEST:
+        raise InputError(f"{name} must be a number up to {LARGEST:g}, got {value!r:.80}")
+    return number

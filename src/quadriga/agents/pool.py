@@ -10,7 +10,7 @@ unblocked by  an answer, or the end of a process (its pipe closes), or the deadl
 An episode stays in one process, which answers many of them at once. A call that raises or exceeds
 its deadline ends its own episode. If a process dies, the episodes that it hosted are begun again in
 another one and their turns are played again. Those that were in a call are then alone in a process,
-so that the one which has killed it is found:
+so that the one which has killed it is found. The same holds for a process that answers no more:
 
     process 1   A in a call, B in a call, C waits for the policy      killed
     process 2   A again, alone     answered
@@ -22,10 +22,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
 from typing import Any, Literal
@@ -39,7 +41,7 @@ Status = Literal["observed", "done", "raised", "timed_out", "crashed"]
 FAILURES: tuple[Status, ...] = ("raised", "timed_out", "crashed")
 _LATE_S = 5.0  # time for a process to report that a call has exceeded its deadline
 _START_S = 120.0  # time for the first call of a process, which imports the file
-_MAX_ANSWER = 1 << 24  # bytes
+MAX_BYTES = 1 << 22  # of an answer
 
 
 @dataclass(frozen=True)
@@ -81,21 +83,42 @@ class Answer:
     detail: str = ""
 
 
+READY = Answer(-1, "observed")
+"""The first message of a process: it has imported the file of the environment."""
 _FORM = TypeAdapter(Answer)
+
+
+def encoded(value: object) -> bytes:
+    """Return JSON. Half a surrogate pair becomes "?"."""
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def digest(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the digest of an observation."""
-    return hashlib.sha256(json.dumps([dict(m) for m in messages]).encode()).hexdigest()
+    return hashlib.sha256(encoded([dict(m) for m in messages])).hexdigest()
+
+
+@dataclass(eq=False)
+class _Host:
+    """A process.
+
+    Attributes:
+        alone: it hosts one episode, in whose call another process has died or stood still.
+        ready: it has imported the file.
+    """
+
+    process: PoolProcess
+    alone: bool = False
+    ready: bool = False
+    episodes: set[int] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class _Episode:
     row: Mapping[str, object]
-    process: PoolProcess | None = None
+    host: _Host | None = None
     turns: Sequence[str] | None = None  # of the call in flight
-    deadline: float = 0.0
-    suspect: bool = False  # a process has died in its call
+    deadline: float = math.inf
     seen: dict[int, str] = field(default_factory=dict)  # turn → digest of its answer
 
 
@@ -118,17 +141,18 @@ class EpisodePool:
         self.environment = environment
         self.timeout_s = timeout_s
         self._memory_gb = memory_gb
-        self._shared: list[PoolProcess | None] = [None] * num_processes
+        self._count = num_processes
         self._episodes: dict[int, _Episode] = {}
-        self._known: dict[PoolProcess, set[int]] = {}  # the episodes that each process hosts
-        self._failed: list[Answer] = []
+        self._hosts: list[_Host] = []
+        self._suspects: deque[int] = deque()  # episodes that wait for a process of their own
+        self._answers: list[Answer] = []
         self._all: list[PoolProcess] = []
         weakref.finalize(self, kill_all, self._all, os.getpid())
 
     @property
     def busy(self) -> bool:
         """Whether a call is in flight, or an answer can be received."""
-        return bool(self._failed) or any(e.turns is not None for e in self._episodes.values())
+        return bool(self._answers) or any(e.turns is not None for e in self._episodes.values())
 
     def play(self, number: int, row: Mapping[str, object], turns: Sequence[str]) -> None:
         """Call the environment of an episode with its newest turn, or begin it if there is none.
@@ -142,119 +166,126 @@ class EpisodePool:
     def end(self, number: int) -> None:
         """Drop an episode."""
         episode = self._episodes.pop(number, None)
-        if episode is None or episode.process is None:
+        if number in self._suspects:
+            self._suspects.remove(number)
+        if episode is None or (host := episode.host) is None:
             return
-        self._known[episode.process].discard(number)
-        if episode.suspect:
-            self._kill(episode.process)
+        host.episodes.discard(number)
+        if host.alone:
+            self._kill(host)
+            self._try_suspects()
         else:
-            _try_send(episode.process, End(number))
+            _try_send(host.process, End(number))
 
     def wait(self, timeout: float) -> bool:
         """Wait until `answers` would return some, but at most `timeout` seconds; return whether."""
-        if self._failed or not self.busy:
-            return bool(self._failed)
+        if self._answers or not self.busy:
+            return bool(self._answers)
         now = time.monotonic()
         nearest = min(e.deadline for e in self._episodes.values() if e.turns is not None)
-        ready = wait([p.connection for p in self._known], max(0.0, min(timeout, nearest - now)))
-        return bool(ready) or nearest <= time.monotonic()
+        pipes = [host.process.connection for host in self._hosts]
+        return bool(wait(pipes, max(0.0, min(timeout, nearest - now)))) or nearest <= now
 
     def answers(self) -> list[Answer]:
         """Return the answers that have come."""
-        ready = wait([process.connection for process in self._known], 0)
-        for process in [process for process in self._known if process.connection in ready]:
-            self._failed += self._received(process)
+        ready = wait([host.process.connection for host in self._hosts], 0)
+        for host in [host for host in self._hosts if host.process.connection in ready]:
+            self._received(host)
         now = time.monotonic()
-        for number, episode in list(self._episodes.items()):
-            if episode.turns is not None and episode.deadline <= now and episode.process:
-                late = f"exceeded its deadline of {self.timeout_s:g} s and blocked its process"
-                hung = episode.process
-                self._failed.append(self._fail(number, "timed_out", late))
-                for other in self._lose(hung):
-                    self._send(other, self._episodes[other])
-        found, self._failed = self._failed, []
+        late = [
+            e.host for e in self._episodes.values() if e.turns is not None and e.deadline <= now
+        ]
+        for host in {host for host in late if host is not None}:
+            why = f"exceeded its deadline of {self.timeout_s:g} s and blocked its process"
+            self._lose(host, "timed_out", why)
+        found, self._answers = self._answers, []
         return found
 
     def close(self) -> None:
         """Kill the processes and what they have started. All episodes are dropped."""
         kill_all(self._all, os.getpid())
-        self._episodes.clear()
-        self._known.clear()
-        self._shared = [None] * len(self._shared)
+        for held in (self._episodes, self._hosts, self._suspects, self._answers):
+            held.clear()
 
-    def _send(self, number: int, episode: _Episode) -> None:
+    def _send(self, number: int, episode: _Episode, *, alone: bool = False) -> None:
         """Send the call of an episode to its process, or to another one if it has none."""
-        process = episode.process or self._process(alone=episode.suspect)
-        starts = process not in self._known
-        hosted = self._known.setdefault(process, set())
-        new = number not in hosted  # the process needs the row and the file once
-        hosted.add(number)
-        episode.process = process
+        host = episode.host or self._host(alone)
+        new = number not in host.episodes  # the process needs the row and the file once
+        host.episodes.add(number)
+        episode.host = host
         ref = self.environment if new else replace(self.environment, content=None)
-        turns = episode.turns or []
-        seen = episode.seen if new else {}
-        play = Play(number, ref, episode.row if new else {}, turns, self.timeout_s, seen)
-        late = _LATE_S + (_START_S if starts else 0.0)
+        row, seen = (episode.row, episode.seen) if new else ({}, {})
+        play = Play(number, ref, row, episode.turns or [], self.timeout_s, seen)
+        late = _LATE_S + (0.0 if host.ready else _START_S)
         episode.deadline = time.monotonic() + self.timeout_s + late
-        _try_send(process, play)
+        _try_send(host.process, play)
 
-    def _process(self, *, alone: bool) -> PoolProcess:
-        """Return the shared process with the fewest episodes, or a new one."""
-        counts = [0 if p is None else 1 + len(self._known.get(p, ())) for p in self._shared]
-        place = counts.index(min(counts))
-        if not alone and (shared := self._shared[place]) is not None:
-            return shared
-        process = PoolProcess(self._memory_gb, "quadriga.agents.pool_worker")
-        self._all.append(process)
-        if not alone:
-            self._shared[place] = process
-        return process
+    def _host(self, alone: bool) -> _Host:
+        """Return the shared process with the fewest episodes, or a new process."""
+        shared = [host for host in self._hosts if not host.alone]
+        if not alone and len(shared) >= self._count:
+            return min(shared, key=lambda host: len(host.episodes))
+        host = _Host(PoolProcess(self._memory_gb, "quadriga.agents.pool_worker"), alone)
+        self._all.append(host.process)
+        self._hosts.append(host)
+        return host
 
-    def _received(self, process: PoolProcess) -> Iterator[Answer]:
+    def _received(self, host: _Host) -> None:
+        """Keep the answers of a process, or lose it."""
         try:
-            while process in self._known and process.connection.poll():
-                message = process.connection.recv_bytes(_MAX_ANSWER)
-                answer = _FORM.validate_json(message)
+            while host in self._hosts and host.process.connection.poll():
+                answer = _FORM.validate_json(host.process.connection.recv_bytes(MAX_BYTES))
                 episode = self._episodes.get(answer.episode)
-                if episode is not None and episode.process is process and episode.turns is not None:
-                    yield self._accepted(answer, episode)
+                if answer == READY:
+                    self._set_deadlines(host)
+                elif episode is not None and episode.host is host and episode.turns is not None:
+                    self._accept(answer, episode, host)
         except (EOFError, OSError, ValueError):
-            in_call = self._lose(process)
-            for number in in_call:
-                episode = self._episodes[number]
-                if episode.suspect or len(in_call) == 1:
-                    yield self._fail(number, "crashed", "its process has died in its call")
-                else:
-                    episode.suspect = True
-                    self._send(number, episode)
+            self._lose(host, "crashed", "its process has died in its call")
 
-    def _accepted(self, answer: Answer, episode: _Episode) -> Answer:
+    def _accept(self, answer: Answer, episode: _Episode, host: _Host) -> None:
         turns, episode.turns = episode.turns or [], None
         if answer.status in FAILURES:
             self.end(answer.episode)
         else:
             episode.seen[len(turns)] = digest(answer.messages)
-        return answer
+            if host.alone:  # it was not to blame, and goes on in a shared process
+                self._kill(host)
+                episode.host = None
+                self._try_suspects()
+        self._answers.append(answer)
 
-    def _fail(self, number: int, status: Status, detail: str) -> Answer:
-        episode = self._episodes.pop(number)
-        if episode.process is not None:
-            self._known[episode.process].discard(number)
-        return Answer(number, status, detail=detail)
+    def _set_deadlines(self, host: _Host) -> None:
+        """Let the deadlines of the calls of a process begin: it has imported the file."""
+        host.ready, deadline = True, time.monotonic() + self.timeout_s + _LATE_S
+        for number in host.episodes:
+            self._episodes[number].deadline = deadline
 
-    def _lose(self, process: PoolProcess) -> list[int]:
-        """Kill a process. Its episodes go on in others; return those that were in a call."""
-        self._kill(process)
-        lost = [number for number, e in self._episodes.items() if e.process is process]
-        for number in lost:
-            self._episodes[number].process = None
-        return [number for number in lost if self._episodes[number].turns is not None]
+    def _lose(self, host: _Host, status: Status, detail: str) -> None:
+        """End a process that has died or stands still. The episode in its call has failed; of
+        several, each is played again alone."""
+        self._kill(host)
+        for number in host.episodes:
+            self._episodes[number].host = None
+        in_call = [n for n in host.episodes if self._episodes[n].turns is not None]
+        if len(in_call) == 1:
+            self._answers.append(Answer(in_call[0], status, detail=detail))
+            del self._episodes[in_call[0]]
+        for number in sorted(in_call) if len(in_call) > 1 else ():
+            self._episodes[number].deadline = math.inf
+            self._suspects.append(number)
+        self._try_suspects()
 
-    def _kill(self, process: PoolProcess) -> None:
-        process.kill()
-        self._known.pop(process, None)
-        self._all.remove(process)
-        self._shared = [None if p is process else p for p in self._shared]
+    def _try_suspects(self) -> None:
+        """Let episodes that wait for a process of their own have one, a few at once."""
+        while self._suspects and sum(host.alone for host in self._hosts) < self._count:
+            number = self._suspects.popleft()
+            self._send(number, self._episodes[number], alone=True)
+
+    def _kill(self, host: _Host) -> None:
+        host.process.kill()
+        self._all.remove(host.process)
+        self._hosts.remove(host)
 
 
 def _try_send(process: PoolProcess, message: object) -> None:

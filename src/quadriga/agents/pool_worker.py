@@ -7,15 +7,14 @@ threads, so an environment that sleeps or hangs holds its own episode alone.
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
-import json
 import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
@@ -25,12 +24,11 @@ from quadriga.agents.environments import (
     Action,
     Done,
     Environment,
-    EnvironmentRef,
     Message,
     Observation,
     checked,
 )
-from quadriga.agents.pool import Answer, End, Play, digest
+from quadriga.agents.pool import MAX_BYTES, READY, Answer, End, Play, digest, encoded
 from quadriga.containment import describe
 from quadriga.errors import InputError
 from quadriga.rewards.pool import Report
@@ -46,6 +44,7 @@ class Host:
         self._connection = connection
         self._found: dict[int, Environment] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._class: type[Environment] | None = None
         self._ended = asyncio.Event()
         # A thread sends, so that this process also reads while the pool sends.
         self._answers: SimpleQueue[bytes] = SimpleQueue()
@@ -73,32 +72,44 @@ class Host:
 
     async def _play(self, play: Play) -> None:
         """Call the environment, and send its answer."""
+        limit: asyncio.Timeout | None = None
         try:
+            # The import of the file is not part of the deadline of a call.
+            if self._class is None:
+                self._class = play.environment.load()
+                self._answers.put(encoded(asdict(READY)))
             async with asyncio.timeout(play.timeout_s) as limit:
-                answer = await self._answered(play)
-        except (KeyboardInterrupt, asyncio.CancelledError):
+                message = encoded(asdict(await self._answered(play, self._class)))
+            if len(message) > MAX_BYTES:
+                raise InputError(f"an answer has {len(message)} bytes, at most {MAX_BYTES} may be")
+        except KeyboardInterrupt:
             raise
         except BaseException as error:  # code of the user may raise anything
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise  # the episode has ended
             answer = Answer(play.episode, "raised", detail=describe(error))
-            if limit.expired():
+            if limit is not None and limit.expired():
                 late = f"exceeded its deadline of {play.timeout_s:g} s"
                 answer = Answer(play.episode, "timed_out", detail=late)
-        self._answers.put(json.dumps(asdict(answer)).encode())
+            message = encoded(asdict(answer))
+        self._answers.put(message)
 
     def _send(self) -> None:
         with suppress(OSError):  # the pool has closed its end
             while True:
                 self._connection.send_bytes(self._answers.get())
 
-    async def _answered(self, play: Play) -> Answer:
+    async def _answered(self, play: Play, kind: type[Environment]) -> Answer:
         """Begin the episode, if this process does not have it, play its turns, and return the
         answer to the last one."""
         environment = self._found.get(play.episode)
         turns, rewards, metrics = play.turns[-1:], list[float](), defaultdict[str, float](float)
         found: Observation | Done | None = None
         if environment is None:
-            turns, ref = play.turns, play.environment
-            environment = self._found[play.episode] = _load(ref)(**ref.options)
+            turns = play.turns
+            environment = await _call(partial(kind, **play.environment.options))
+            self._found[play.episode] = environment
             found = checked(await _call(environment.reset, dict(play.row)), ends=False)
             _compare(found, play, 0)
         for turn, text in enumerate(turns, len(play.turns) - len(turns) + 1):
@@ -130,20 +141,18 @@ def _compare(found: Observation | Done | None, play: Play, turn: int) -> None:
         )
 
 
-async def _call(method: Callable[[Any], object], argument: object) -> object:
+async def _call(method: Callable[..., Any], *arguments: object) -> Any:
     if inspect.iscoroutinefunction(method):
-        return await method(argument)
-    found = await asyncio.to_thread(method, argument)
+        return await method(*arguments)
+
+    def called() -> object:
+        try:
+            return method(*arguments)
+        except StopIteration as error:  # asyncio cannot send it to the task that waits
+            raise RuntimeError("StopIteration") from error
+
+    found = await asyncio.to_thread(called)
     return await found if inspect.isawaitable(found) else found
-
-
-@functools.cache
-def _loaded(path: str, name: str, content: bytes | None) -> type[Environment]:
-    return EnvironmentRef(path, name, content=content).load()
-
-
-def _load(ref: EnvironmentRef) -> type[Environment]:
-    return _loaded(ref.path, ref.name, ref.content)
 
 
 def serve(connection: Connection) -> NoReturn:

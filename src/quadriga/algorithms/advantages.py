@@ -484,8 +484,9 @@ def gigpo(
     the turns that follow the same state in the episodes of one prompt, in the same way; a state
     that one turn alone has followed gives 0.
 
-    The state is what the policy has just seen: the tokens of the observation before the turn. All
-    first turns of a prompt follow the same state.
+    The state is what the policy has just seen: the tokens between the turn before and this one. So
+    an observation behind a turn that was cut, which ends with a token of the template, is another
+    state. All first turns of a prompt follow the same state.
 
     Args:
         responses_BT: token ids, int64.

@@ -98,7 +98,7 @@ METRICS: dict[str, MetricInfo] = {
     "agent/raised": _I("share", "episodes whose environment raised an exception"),
     "agent/timed_out": _I("share", "episodes whose environment exceeded a deadline"),
     "agent/crashed": _I("share", "episodes whose environment ended its process"),
-    "agent/reward/turn_*": _I("reward", "of this turn, over the episodes that have it"),
+    "agent/reward/turn_*": _I("reward", "of this turn, 0 in an episode without it"),
     "agent/*": _I("own", "a number of the environment, its sum over the turns of an episode"),
     # Difference between rollout and training log-probabilities
     "mismatch/k1": _I("nats", "KL(rollout‖training): mean of −Δ, Δ = log π_train − log π_rollout"),

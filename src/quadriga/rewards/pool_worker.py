@@ -157,6 +157,7 @@ def supervise(worker: int, output: int) -> NoReturn:
             if ready and not _forward(output, budget):
                 outputs = []  # closed: the worker has ended or closed its output
             ended = reap(worker)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it would interrupt `end_all`
     end_all(worker)
     for _ in range(_LAST_READS):
         if not select.select(outputs, [], [], 0)[0] or not _forward(output, budget):

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -266,7 +266,8 @@ class Episodes:
         if not messages:
             return
         prompts, row = episode.group.prompts, episode.row
-        chat = [*prompts.non_tensor_batch[fields.RAW_PROMPT][row], *messages]
+        given = list(prompts.non_tensor_batch[fields.RAW_PROMPT][row])
+        chat: Any = [*episode.group.chats.setdefault(row, given), *messages]
         ids, width = self.turns.prompt_ids(chat), prompts.batch[fields.INPUT_IDS].shape[1]
         if len(ids) > width:
             raise InputError(
@@ -318,8 +319,12 @@ class Episodes:
 
 def _columns(group: PromptGroup, row: int) -> Mapping[str, object]:
     """Return the data row of a row of a group."""
-    columns: Mapping[str, object] = group.prompts.non_tensor_batch[fields.COLUMNS][row]
-    return columns
+    arrays = group.prompts.non_tensor_batch
+    if fields.COLUMNS in arrays:
+        columns: Mapping[str, object] = arrays[fields.COLUMNS][row]
+        return columns
+    known = fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO  # a dataset of the user
+    return {name: arrays[name][row] for name in known if name in arrays}
 
 
 def _known(rows: DataProto) -> torch.Tensor:

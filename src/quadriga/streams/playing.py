@@ -100,14 +100,20 @@ class EpisodeGenerator:
 class EpisodeReward:
     """Scores batches with the rewards of their environments.
 
+    Args:
+        batch_rows: episodes of a step; an error if so many have failed one after the other.
+
     Attributes:
         metrics: of the last batch: turns, rewards by turn, failures, and what the environments say.
         masked_rows: rows of the last batch that take no part in the update.
     """
 
     config: AgentConfig
+    batch_rows: int
     metrics: dict[str, float] = field(default_factory=dict, init=False)
     masked_rows: list[int] = field(default_factory=list, init=False)
+    _failed: int = field(default=0, init=False)  # episodes in a row, in calls without another one
+    _names: set[str] = field(default_factory=set, init=False)  # metrics of all calls
 
     def __call__(self, data: DataProto, /) -> DataProto:
         """Return the scores of every row.
@@ -119,15 +125,17 @@ class EpisodeReward:
         rewards_BR = data.batch[fields.TURN_REWARDS]
         counts = Counter(episode["status"] for episode in episodes)
         failed = [i for i, episode in enumerate(episodes) if episode["status"] in FAILURES]
-        own, sums = defaultdict[str, float](float), self._by_turn(data)
+        own = self._by_turn(data)
         for episode in episodes:
             for name, value in episode["metrics"].items():
                 own[f"agent/{name}"] += value / len(episodes)
+        # A mean over several calls needs each metric of all of them.
+        self._names |= set(own)
+        own |= dict.fromkeys(self._names - set(own), 0.0)
         turns = [episode["turns"] for episode in episodes]
         self.masked_rows = failed if self.config.on_error == "mask" else []
         self.metrics = {
             **own,
-            **sums,
             "agent/turns/mean": sum(turns) / max(1, len(turns)),
             "agent/turns/max": float(max(turns, default=0)),
             **{
@@ -136,18 +144,19 @@ class EpisodeReward:
             },
             **{f"agent/{name}": counts[name] / max(1, len(turns)) for name in FAILURES},
         }
+        self._failed = 0 if len(failed) < len(episodes) else self._failed + len(failed)
         if failed:
             self._tell(episodes, failed)
         return DataProto.from_dict({fields.TOKEN_LEVEL_SCORES: rewards_BR.clone()})
 
-    def _by_turn(self, data: DataProto) -> dict[str, float]:
-        """Return the mean reward of turn 1, 2, … over the episodes that have so many turns."""
+    def _by_turn(self, data: DataProto) -> defaultdict[str, float]:
+        """Return the mean reward of turn 1, 2, …, which is 0 for an episode without this turn."""
         rewards_BR, mask_BR = data.batch[fields.TURN_REWARDS], data.batch[fields.RESPONSE_MASK]
-        found = defaultdict[int, list[float]](list)
+        found = defaultdict[str, float](float)
         for rewards, mask in zip(rewards_BR, mask_BR, strict=True):
             for turn, (_, last) in enumerate(turn_spans(mask), 1):
-                found[turn].append(float(rewards[last - 1]))
-        return {f"agent/reward/turn_{turn}": sum(own) / len(own) for turn, own in found.items()}
+                found[f"agent/reward/turn_{turn}"] += float(rewards[last - 1]) / len(data)
+        return found
 
     def _tell(self, episodes: Sequence[dict[str, object]], failed: Sequence[int]) -> None:
         first = episodes[failed[0]]
@@ -155,8 +164,9 @@ class EpisodeReward:
             f"the environments of {len(failed)} of {len(episodes)} episodes have failed; the first "
             f"is row {failed[0]}, {first['status']} in turn {first['turns']}: {first['detail']}"
         )
-        if self.config.on_error == "fail" or (len(failed) == len(episodes) > 1):
-            hint = "" if len(failed) == len(episodes) else ", or set agent.on_error to zero or mask"
+        lost = self._failed >= max(self.batch_rows, 2)
+        if self.config.on_error == "fail" or lost:
+            hint = "" if lost else ", or set agent.on_error to zero or mask"
             raise RewardError(f"{text}. Correct the environment{hint}", status=str(first["status"]))
         consequence = "are left out of the update" if self.masked_rows else "count as 0"
         _log.warning("%s. They %s", text, consequence)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +34,7 @@ class PromptGroup:
         home: the replica that has its rows, and on which its responses lie; None: none has.
         batch: the rows with their responses, and scores once they are there; None before.
         answers: the rows that have ended, and their responses without scores.
+        chats: the prompts of rows before their environments have added to them.
     """
 
     number: int
@@ -41,6 +43,7 @@ class PromptGroup:
     home: Replica | None = None
     batch: DataProto | None = None
     answers: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
+    chats: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
 
     def end(self, rows: npt.NDArray[np.int64], answers: DataProto) -> None:
         """Keep the responses of some rows, which have ended."""

@@ -94,10 +94,10 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
         components = config.algorithm.reward_components
         reward = rules = RewardManager.from_settings(config.reward, tokenizer, components)
         rules.batch_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
-        # Rows need no rule where a role scores the responses.
-        if not scores_come_from_roles(StepPlan.of(config).stages):
+        # Rows need no rule where a role or an environment scores the responses.
+        if not agent and not scores_come_from_roles(StepPlan.of(config).stages):
             check_rows(rules, train_loader, data.train_files)
-        if not scores_come_from_roles(validation_dataflow(config)):
+        if not agent and not scores_come_from_roles(validation_dataflow(config)):
             check_rows(rules, val_loader, data.val_files)
     return Ingredients(tokenizer, train_loader, val_loader, reward)
 

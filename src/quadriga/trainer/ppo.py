@@ -116,7 +116,8 @@ class RayPPOTrainer:
             if reward is not None:
                 problem = "scores the episodes, so reward_fn is never called; pass no reward_fn"
                 raise ConfigError(f"agent.path={config.agent.path} {problem}", key="agent.path")
-            reward = EpisodeReward(config.agent)
+            rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+            reward = EpisodeReward(config.agent, rows)
         self.ingredients = ingredients or load_ingredients(config, reward)
         self.role_worker_mapping = mapping
         self.resource_pool_manager = resource_pool_manager
