@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 import shutil
 from pathlib import Path
 
@@ -102,6 +103,10 @@ def test_a_run_whose_remote_folder_another_run_takes_over_sends_nothing_more(
     def take_over(batch):
         rows = [*read_jsonl(tmp_path / "run/metrics.jsonl")]
         if rows and rows[-1]["step"] == 2 and not other.is_dir():
+            until = time.monotonic() + 60
+            while RemoteRun(URL).steps() != [2]:  # it is uploaded while step 3 generates
+                assert time.monotonic() < until
+                time.sleep(0.01)
             other.mkdir()
             (other / "config.yaml").write_text("of the other run")
             config = load_config(TrainConfig, [REMOTE])
