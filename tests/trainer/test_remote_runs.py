@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import time
 import shutil
+import time
 from pathlib import Path
 
 import fsspec
