@@ -134,6 +134,12 @@ def test_the_import_of_the_file_is_not_part_of_the_deadline(pool, tmp_path, monk
     }
 
 
+def test_turns_that_are_played_again_have_a_deadline_each(pool):
+    own = pool("Odd", words=[], timeout_s=1.0)
+    own.play(0, {}, ["slow"] * 5)  # 1.5 s
+    assert answers(own, 1)[0].status == "observed"
+
+
 def test_one_that_blocks_its_process_is_killed_and_the_others_go_on(pool):
     own = pool(processes=1)
     found = play(own, "one", "block", "sleep", "two")

@@ -197,7 +197,7 @@ def test_prompts_without_an_episode_do_not_end_a_streamed_run(train_overrides, g
 
 def test_an_environment_that_always_fails_ends_the_run(train_overrides, game, tmp_path):
     (tmp_path / "game.py").write_text(FAILS_IN_RESET.replace('== "4"', "is not None"))
-    with pytest.raises(RewardError, match=r"Correct the environment$"):
+    with pytest.raises(RewardError, match=r"Correct agent\.path=.*game.py$"):
         run_training(load_config(TrainConfig, [*train_overrides, *game]))
 
 

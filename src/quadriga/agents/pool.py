@@ -10,7 +10,8 @@ unblocked by  an answer, or the end of a process (its pipe closes), or the deadl
 An episode stays in one process, which answers many of them at once. A call that raises or exceeds
 its deadline ends its own episode. If a process dies, the episodes that it hosted are begun again in
 another one and their turns are played again. Those that were in a call are then alone in a process,
-so that the one which has killed it is found. The same holds for a process that answers no more:
+so that the episode whose call has ended it is found. The same holds for a process that stands
+still:
 
     process 1   A in a call, B in a call, C waits for the policy      killed
     process 2   A again, alone     answered
@@ -118,6 +119,7 @@ class _Episode:
     row: Mapping[str, object]
     host: _Host | None = None
     turns: Sequence[str] | None = None  # of the call in flight
+    budget: float = 0.0  # seconds that its call may take
     deadline: float = math.inf
     seen: dict[int, str] = field(default_factory=dict)  # turn → digest of its answer
 
@@ -152,7 +154,8 @@ class EpisodePool:
     @property
     def busy(self) -> bool:
         """Whether a call is in flight, or an answer can be received."""
-        return bool(self._answers) or any(e.turns is not None for e in self._episodes.values())
+        episodes = list(self._episodes.values())  # another thread may add to them
+        return bool(self._answers) or any(episode.turns is not None for episode in episodes)
 
     def play(self, number: int, row: Mapping[str, object], turns: Sequence[str]) -> None:
         """Call the environment of an episode with its newest turn, or begin it if there is none.
@@ -182,9 +185,13 @@ class EpisodePool:
         if self._answers or not self.busy:
             return bool(self._answers)
         now = time.monotonic()
-        nearest = min(e.deadline for e in self._episodes.values() if e.turns is not None)
-        pipes = [host.process.connection for host in self._hosts]
-        return bool(wait(pipes, max(0.0, min(timeout, nearest - now)))) or nearest <= now
+        deadlines = [e.deadline for e in list(self._episodes.values()) if e.turns is not None]
+        nearest = min(deadlines, default=math.inf)
+        pipes = [host.process.connection for host in list(self._hosts)]
+        try:
+            return bool(wait(pipes, max(0.0, min(timeout, nearest - now)))) or nearest <= now
+        except OSError:  # another thread has closed one
+            return True
 
     def answers(self) -> list[Answer]:
         """Return the answers that have come."""
@@ -216,8 +223,10 @@ class EpisodePool:
         ref = self.environment if new else replace(self.environment, content=None)
         row, seen = (episode.row, episode.seen) if new else ({}, {})
         play = Play(number, ref, row, episode.turns or [], self.timeout_s, seen)
-        late = _LATE_S + (0.0 if host.ready else _START_S)
-        episode.deadline = time.monotonic() + self.timeout_s + late
+        calls = len(play.turns) + 2 if new else 1  # also that of the class and of `reset`
+        episode.budget = self.timeout_s * calls + _LATE_S
+        start = 0.0 if host.ready else _START_S
+        episode.deadline = time.monotonic() + episode.budget + start
         _try_send(host.process, play)
 
     def _host(self, alone: bool) -> _Host:
@@ -257,9 +266,9 @@ class EpisodePool:
 
     def _set_deadlines(self, host: _Host) -> None:
         """Let the deadlines of the calls of a process begin: it has imported the file."""
-        host.ready, deadline = True, time.monotonic() + self.timeout_s + _LATE_S
-        for number in host.episodes:
-            self._episodes[number].deadline = deadline
+        host.ready, now = True, time.monotonic()
+        for episode in map(self._episodes.__getitem__, host.episodes):
+            episode.deadline = now + episode.budget
 
     def _lose(self, host: _Host, status: Status, detail: str) -> None:
         """End a process that has died or stands still. The episode in its call has failed; of

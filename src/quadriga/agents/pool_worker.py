@@ -72,14 +72,12 @@ class Host:
 
     async def _play(self, play: Play) -> None:
         """Call the environment, and send its answer."""
-        limit: asyncio.Timeout | None = None
         try:
             # The import of the file is not part of the deadline of a call.
             if self._class is None:
                 self._class = play.environment.load()
                 self._answers.put(encoded(asdict(READY)))
-            async with asyncio.timeout(play.timeout_s) as limit:
-                message = encoded(asdict(await self._answered(play, self._class)))
+            message = encoded(asdict(await self._answered(play, self._class)))
             if len(message) > MAX_BYTES:
                 raise InputError(f"an answer has {len(message)} bytes, at most {MAX_BYTES} may be")
         except KeyboardInterrupt:
@@ -89,7 +87,7 @@ class Host:
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # the episode has ended
             answer = Answer(play.episode, "raised", detail=describe(error))
-            if limit is not None and limit.expired():
+            if isinstance(error, _LateError):
                 late = f"exceeded its deadline of {play.timeout_s:g} s"
                 answer = Answer(play.episode, "timed_out", detail=late)
             message = encoded(asdict(answer))
@@ -103,17 +101,17 @@ class Host:
     async def _answered(self, play: Play, kind: type[Environment]) -> Answer:
         """Begin the episode, if this process does not have it, play its turns, and return the
         answer to the last one."""
-        environment = self._found.get(play.episode)
+        environment, call = self._found.get(play.episode), partial(_call, play.timeout_s)
         turns, rewards, metrics = play.turns[-1:], list[float](), defaultdict[str, float](float)
         found: Observation | Done | None = None
         if environment is None:
             turns = play.turns
-            environment = await _call(partial(kind, **play.environment.options))
+            environment = await call(partial(kind, **play.environment.options))
             self._found[play.episode] = environment
-            found = checked(await _call(environment.reset, dict(play.row)), ends=False)
+            found = checked(await call(environment.reset, dict(play.row)), ends=False)
             _compare(found, play, 0)
         for turn, text in enumerate(turns, len(play.turns) - len(turns) + 1):
-            found = checked(await _call(environment.step, Action(text, turn)), ends=True)
+            found = checked(await call(environment.step, Action(text, turn)), ends=True)
             _compare(found, play, turn)
             assert found is not None
             rewards.append(found.reward)
@@ -141,7 +139,19 @@ def _compare(found: Observation | Done | None, play: Play, turn: int) -> None:
         )
 
 
-async def _call(method: Callable[..., Any], *arguments: object) -> Any:
+class _LateError(Exception):
+    """A call has exceeded its deadline."""
+
+
+async def _call(timeout_s: float, method: Callable[..., Any], *arguments: object) -> Any:
+    try:
+        async with asyncio.timeout(timeout_s) as limit:
+            return await _returned(method, *arguments)
+    except TimeoutError as error:
+        raise _LateError if limit.expired() else error from error
+
+
+async def _returned(method: Callable[..., Any], *arguments: object) -> Any:
     if inspect.iscoroutinefunction(method):
         return await method(*arguments)
 

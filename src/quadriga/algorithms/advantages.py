@@ -413,7 +413,7 @@ def remax(
 #
 #     token             a   b   x   c        x: an observation
 #     response_mask     1   1   0   1
-#     turn             0   0   ·   1
+#     turn              0   0   0   1
 #     reward            0   2   9   4        r_K = 2 4
 #     value             1   7   5   3        V_K = 1 3, those of the first tokens a and c
 #
@@ -421,8 +421,8 @@ def remax(
 
 
 def _turns(mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the turn of each generated token from 0, int64 [B, T], 0 elsewhere; and where turns
-    begin, bool [B, T]."""
+    """Return the turn of each generated token from 0, int64 [B, T]; other tokens have the number of
+    the turn before them, or 0. And where turns begin, bool [B, T]."""
     starts = mask_BT & ~torch.nn.functional.pad(mask_BT, (1, 0))[:, :-1]
     return (starts.cumsum(1) - 1).clamp(min=0), starts
 

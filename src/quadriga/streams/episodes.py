@@ -113,11 +113,14 @@ class Episodes:
     _numbers: dict[tuple[PromptGroup, int], int] = field(default_factory=dict, init=False)
     _begun: int = field(default=0, init=False)
     _complete: list[PromptGroup] = field(default_factory=list, init=False)
+    # Rows that end without an answer: their environments have failed before, or know all but the
+    # last turn, which the length limit has cut.
+    _alone: list[int] = field(default_factory=list, init=False)
 
     @property
     def acting(self) -> bool:
         """Whether a row waits for its environment."""
-        return any(episode.waits for episode in self._rows.values())
+        return any(episode.waits for episode in list(self._rows.values()))
 
     def has_room(self, rows: int) -> bool:
         """Whether so many rows may begin."""
@@ -139,8 +142,12 @@ class Episodes:
         for place, row in enumerate(rows.tolist()):
             number, episode = self._open(group, row)
             episode.results, episode.waits = results.select_idxs([place]), True
-            if not self._ends_alone(episode):
-                texts = [self.turns.text(ids) for ids in _turns(episode.results)]
+            texts = [self.turns.text(ids) for ids in _turns(episode.results)]
+            if self._is_full(episode.results):  # without its last turn, which was cut
+                texts.pop()
+            if episode.failure is not None or len(texts) == len(episode.rewards):
+                self._alone.append(number)
+            else:
                 self.pool.play(number, _columns(group, row), texts)
 
     def turn_ended(self, tokens: DataProto) -> npt.NDArray[np.bool_]:
@@ -153,20 +160,25 @@ class Episodes:
 
     def wait(self, timeout: float) -> bool:
         """Wait for an answer, at most `timeout` seconds; return whether `collect` finds one."""
-        return any(self._ends_alone(e) for e in self._rows.values()) or self.pool.wait(timeout)
+        return bool(self._alone) or self.pool.wait(timeout)
 
     def collect(self) -> Iterator[Paused]:
         """Take the answers that have come: yield the rows that go on, and end the others."""
         for answer in self.pool.answers():
             if (episode := self._rows.get(answer.episode)) is not None:
                 yield from self._answered(answer, episode)
-        for episode in [e for e in self._rows.values() if self._ends_alone(e)]:
+        for number in self._alone:
+            episode = self._rows[number]
             self._end(episode, "length" if episode.failure is None else episode.failure.status)
 
     def complete(self) -> list[PromptGroup]:
         """Return the groups whose last row has ended since the last call."""
         found, self._complete = self._complete, []
         return [group for group in found if group.batch is not None]
+
+    def has(self, group: PromptGroup) -> bool:
+        """Return whether a row of a group waits for its environment."""
+        return any(e.group is group and e.waits for e in self._rows.values())
 
     def held(self, group: PromptGroup) -> list[DataProto]:
         """Return what the rows of a group that wait for their environments have."""
@@ -191,8 +203,10 @@ class Episodes:
 
     def forget(self, groups: Sequence[PromptGroup]) -> None:
         """Drop the episodes of groups that begin again."""
-        for group, row in [key for key in self._numbers if key[0] in groups]:
+        dropped = set(groups)
+        for group, row in [key for key in self._numbers if key[0] in dropped]:
             self._drop(group, row)
+        self._complete = [group for group in self._complete if group not in dropped]
 
     def close(self) -> None:
         """End the environments."""
@@ -212,43 +226,41 @@ class Episodes:
     def _drop(self, group: PromptGroup, row: int) -> None:
         number = self._numbers.pop((group, row))
         del self._rows[number]
+        self._alone = [other for other in self._alone if other != number]
         self.pool.end(number)
 
-    def _ends_alone(self, episode: _Episode) -> bool:
-        """Return whether an episode ends without an answer: its environment has failed before, or
-        its response has no room left."""
-        if not episode.waits or episode.results is None:
-            return False
-        cut = not int(episode.results.batch[fields.FINISHED])
-        full = cut and int(_known(episode.results).sum()) >= self.response_tokens
-        return episode.failure is not None or full
+    def _is_full(self, results: DataProto) -> bool:
+        """Return whether the length limit has cut the last turn of a row."""
+        cut = not int(results.batch[fields.FINISHED])
+        return cut and int(_known(results).sum()) >= self.response_tokens
 
     def _answered(self, answer: Answer, episode: _Episode) -> Iterator[Paused]:
-        results = episode.results
+        """Let a row go on behind the answer of its environment, or end it."""
+        results, more = episode.results, list[int]()
         turns = [] if results is None else _turns(results)
-        again = len(answer.rewards) == len(turns)  # all turns were played
-        episode.rewards = [*([] if again else episode.rewards), *answer.rewards]
-        for name, value in answer.metrics.items():
-            episode.metrics[name] = value + (0.0 if again else episode.metrics.get(name, 0.0))
-        if answer.status in FAILURES:
-            episode.failure = answer
+        self._note(answer, episode, len(turns))
+        full = results is not None and self._is_full(results)
         try:
             if results is None:
                 self._begin_prompt(episode, answer.messages)
-            elif answer.status == "observed" and len(turns) < self.max_turns:
+            elif answer.status == "observed" and not full:
                 more = self.turns.following_ids(turns[-1], answer.messages)
         except QuadrigaError as error:  # what the template cannot write
             episode.failure = Answer(answer.episode, "raised", detail=str(error))
         if results is None:  # after a failure its first turn is written, and then it ends
             none = torch.zeros(1, self.response_tokens, dtype=torch.int64)
             own = {**dict.fromkeys(BEGUN_RESPONSES, none), fields.ROLLOUT_LOG_PROBS: none.float()}
-        elif episode.failure is not None:
-            return self._end(episode, episode.failure.status)
-        elif answer.status == "done" or len(turns) >= self.max_turns:
-            return self._end(episode, "done" if answer.status == "done" else "turns")
-        elif (first := int(_known(results).sum())) + len(more) >= self.response_tokens:
-            return self._end(episode, "length")
         else:
+            first = int(_known(results).sum())
+            ends = {
+                "length": full or first + len(more) >= self.response_tokens,
+                "turns": len(turns) >= self.max_turns and not full,
+                "done": answer.status == "done" and not full,
+            }
+            if episode.failure is not None:
+                return self._end(episode, episode.failure.status)
+            if found := [status for status, holds in ends.items() if holds]:
+                return self._end(episode, found[-1])
             own = {name: results.batch[name].clone() for name in BEGUN_RESPONSES}
             place = slice(first, first + len(more))
             own[fields.RESPONSES][0, place] = torch.tensor(more)
@@ -256,6 +268,16 @@ class Episodes:
         episode.waits = False
         first_row = np.zeros(1, dtype=np.int64)
         yield Paused(episode.group, first_row + episode.row, DataProto.from_dict(own), first_row)
+
+    def _note(self, answer: Answer, episode: _Episode, turns: int) -> None:
+        """Keep rewards and metrics of an answer, which are of all turns if they were played again,
+        and a failure."""
+        again = len(answer.rewards) == turns
+        episode.rewards = [*([] if again else episode.rewards), *answer.rewards]
+        for name, value in answer.metrics.items():
+            episode.metrics[name] = value + (0.0 if again else episode.metrics.get(name, 0.0))
+        if answer.status in FAILURES:
+            episode.failure = answer
 
     def _begin_prompt(self, episode: _Episode, messages: Sequence[Message]) -> None:
         """Add what `reset` has returned to the prompt of a row.

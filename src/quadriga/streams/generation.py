@@ -158,7 +158,8 @@ class SlicedGeneration:
             held += [answers for _, answers in group.answers]
             held += [] if group.batch is None else [group.batch]
             held += [] if self.episodes is None else self.episodes.held(group)
-            if held and _readable(held):
+            waits = self.episodes is not None and self.episodes.has(group)
+            if (held or waits) and _readable(held):
                 group.home = None
                 self.moved += group.batch is None
         again = [group for group in lost if group.home is not None]

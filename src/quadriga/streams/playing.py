@@ -73,7 +73,8 @@ class EpisodeGenerator:
         if not len(rows):
             return rows
         queue = PromptQueue(StalenessBound(len(rows), 0), len(rows))
-        queue.add([PromptGroup(i, rows.select_idxs([i])) for i in range(len(rows))])
+        groups = [PromptGroup(i, rows.select_idxs([i])) for i in range(len(rows))]
+        queue.add(groups)
         rollout = self.config.actor_rollout_ref.rollout
         share = -(-len(rows) // self.replicas.count)
         generation = SlicedGeneration(
@@ -87,12 +88,15 @@ class EpisodeGenerator:
             note=lambda *_, **__: None,
         )  # fmt: skip
         complete = dict[int, DataProto]()
-        while len(complete) < len(rows):
-            generation.submit()
-            for group in generation.keep(generation.wait()):
-                if group.batch is not None:
-                    complete[group.number] = group.batch
-        generation.forget_caches()
+        try:
+            while len(complete) < len(rows):
+                generation.submit()
+                for group in generation.keep(generation.wait()):
+                    if group.batch is not None:
+                        complete[group.number] = group.batch
+            generation.forget_caches()
+        finally:  # after an error another attempt may play others
+            self.episodes.forget(groups)
         return DataProto.concat([complete[i] for i in range(len(rows))])
 
 
@@ -129,7 +133,7 @@ class EpisodeReward:
         for episode in episodes:
             for name, value in episode["metrics"].items():
                 own[f"agent/{name}"] += value / len(episodes)
-        # A mean over several calls needs each metric of all of them.
+        # A mean over several calls needs the same metrics of all of them.
         self._names |= set(own)
         own |= dict.fromkeys(self._names - set(own), 0.0)
         turns = [episode["turns"] for episode in episodes]
@@ -162,11 +166,12 @@ class EpisodeReward:
         first = episodes[failed[0]]
         text = (
             f"the environments of {len(failed)} of {len(episodes)} episodes have failed; the first "
-            f"is row {failed[0]}, {first['status']} in turn {first['turns']}: {first['detail']}"
+            f"is {first['status']} in turn {first['turns']}: {first['detail']}"
         )
         lost = self._failed >= max(self.batch_rows, 2)
         if self.config.on_error == "fail" or lost:
             hint = "" if lost else ", or set agent.on_error to zero or mask"
-            raise RewardError(f"{text}. Correct the environment{hint}", status=str(first["status"]))
+            text += f". Correct agent.path={self.config.path}{hint}"
+            raise RewardError(text, status=str(first["status"]))
         consequence = "are left out of the update" if self.masked_rows else "count as 0"
         _log.warning("%s. They %s", text, consequence)

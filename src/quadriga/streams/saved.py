@@ -2,11 +2,13 @@
 
     prompts.batch        the rows of all groups       ended.batch    responses that have ended
     images.safetensors   the images of each group     begun.batch    responses that are paused
-                                                      acting.batch   those that an environment has
+                                                      acting.batch   responses that wait for
+                                                                     their environments
                                                       ready.batch    groups that have their scores
 
-`meta_info` of a file has what the caller says of the run, and "rows": the number of a group, the
-steps that had ended at its start, the numbers of its rows, and the number of their replica.
+`meta_info` of a file has what the caller says of the run; "rows": the number of a group, the steps
+that had ended at its start, the numbers of its rows, and the number of their replica; and "chats":
+the prompts of rows before their environments have added to them.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ def save_groups(
                 [g.number, g.started, [int(row) for row in some], g.home and g.home.number]
                 for g, some, _ in own
             ]
-            batch.meta_info = {"rows": rows, **about}
+            chats = {str(g.number): [*map(list, g.chats.items())] for g in groups if g.chats}
+            batch.meta_info = {"rows": rows, "chats": chats, **about}
             batch.save_to_disk(path := folder / name)
             files.append(SavedFile(name, path.stat().st_size, digest_file(path)))
     if groups and _PIXELS in groups[0].prompts.non_tensor_batch:
@@ -93,7 +96,8 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
                 found = {k.removeprefix(head): t for k, t in images.items() if k.startswith(head)}
                 own.non_tensor_batch[_PIXELS] = object_array([found] * len(own))
             if name == _PROMPTS:
-                queue.add([PromptGroup(number, own, started)])
+                chats = dict(meta["chats"].get(str(number), []))
+                queue.add([PromptGroup(number, own, started, chats=chats)])
                 continue
             group = queue.groups[number]
             if name == _READY:

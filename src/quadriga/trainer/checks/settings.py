@@ -41,6 +41,7 @@ from quadriga.config.role_ranks import (
     role_pools,
 )
 from quadriga.config.schema import (
+    AgentConfig,
     AlgorithmConfig,
     EngineConfig,
     ModelConfig,
@@ -620,21 +621,20 @@ def _streams(config: TrainConfig) -> Problems:
     if (rollout.oversample or 1) > (most := trainer.max_staleness + 1):
         problem = f"is above {STALENESS} + 1 = {most}, so some prompts would become too old"
         yield f"{ROLLOUT}.oversample", f"{problem}; lower it, or raise max_staleness"
-    if not trainer.max_staleness:
-        if rollout.update != "pause":
-            yield f"{ROLLOUT}.update", f"needs {STALENESS} above 0; set it, or update=pause"
-        return
-    if not rollout_of(rollout).continues:
+    if (trainer.max_staleness or config.agent.path) and not rollout_of(rollout).continues:
+        needs = STALENESS if trainer.max_staleness else "agent.path"
         name = f"{ROLLOUT}.name={rollout.name}"
-        yield STALENESS, f"needs an engine that can continue a response, and {name} cannot"
+        yield needs, f"needs an engine that can continue a response, and {name} cannot"
+    if not trainer.max_staleness and rollout.update != "pause":
+        yield f"{ROLLOUT}.update", f"needs {STALENESS} above 0; set it, or update=pause"
 
 
 def _agent(config: TrainConfig) -> Problems:
     """Yield what cannot be done with episodes of several turns, or has no effect with them."""
     if (agent := config.agent).path is None:
+        if agent != AgentConfig():
+            yield "agent.path", "is not set, so other settings agent.* have no effect; set it"
         return
-    if not rollout_of(config.actor_rollout_ref.rollout).continues:
-        yield "agent.path", f"needs an engine that continues responses; set {ROLLOUT}.name=hf"
     if config.reward.path is not None or config.reward.parts:
         yield "reward", "is not called, because the environment scores; remove it, or agent.path"
     if has_reward_model(config):
@@ -671,9 +671,8 @@ def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
 
 
 def _snapshots(config: TrainConfig) -> Problems:
-    trainer, key = config.trainer, "trainer.snapshot_freq"
-    if trainer.snapshot_freq and trainer.max_staleness:
-        yield key, f"keeps no prompts on their way; set it or {STALENESS} to 0"
+    if config.trainer.snapshot_freq and config.trainer.max_staleness:
+        yield "trainer.snapshot_freq", f"keeps no prompts on their way; set it or {STALENESS} to 0"
 
 
 def run_length_problems(config: TrainConfig, total_steps: int) -> Problems:

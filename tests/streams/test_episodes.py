@@ -1,0 +1,110 @@
+"""Rows that wait for their environments: after a resumption, an error, and in a checkpoint."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quadriga.agents.pool import Answer
+from quadriga.config.loading import load_config
+from quadriga.config.schema import TrainConfig
+from quadriga.errors import RolloutError
+from quadriga.protocol import DataProto, fields
+from quadriga.protocol.values import object_array
+from quadriga.streams.episodes import Episodes
+from quadriga.streams.playing import EpisodeGenerator
+from quadriga.streams.queue import PromptGroup, PromptQueue
+from quadriga.streams.replicas import Replicas
+from quadriga.streams.saved import load_groups, save_groups
+from quadriga.streams.staleness import StalenessBound
+
+R = 6
+
+
+class Pool:
+    """Answers each call with one reward of 0.5 for each turn, and `observed`."""
+
+    def __init__(self):
+        self.played, self.waiting = [], []
+
+    def play(self, number, row, turns):
+        self.played.append(list(turns))
+        self.waiting.append(Answer(number, "observed", [], [0.5] * len(turns)))
+
+    def answers(self):
+        found, self.waiting = self.waiting, []
+        return found
+
+    def wait(self, timeout):
+        return bool(self.waiting)
+
+    def end(self, number): ...
+
+
+def episodes(pool: Pool) -> Episodes:
+    turns = SimpleNamespace(text=lambda ids: " ".join(map(str, ids)))
+    return Episodes(pool, turns, R, max_turns=9, max_turn_tokens=None, concurrency=9)
+
+
+def prompts(count: int = 1) -> DataProto:
+    ids = torch.ones(count, 3, dtype=torch.int64)
+    arrays = {
+        fields.COLUMNS: object_array([{}] * count),
+        fields.RAW_PROMPT: object_array([[{"role": "user", "content": "a"}]] * count),
+    }
+    tensors = {fields.INPUT_IDS: ids, fields.ATTENTION_MASK: ids, fields.SAMPLE_SEED: ids[:, 0]}
+    return DataProto.from_dict(tensors, arrays)
+
+
+def test_a_full_row_of_a_checkpoint_has_the_rewards_of_its_earlier_turns():
+    """Its last turn was cut, so the environment is asked for the others only."""
+    group, pool = PromptGroup(0, prompts()), Pool()
+    own = episodes(pool)
+    results = DataProto.from_dict(
+        {
+            fields.RESPONSES: torch.tensor([[5, 6, 7, 8, 9, 4]]),
+            fields.RESPONSE_MASK: torch.tensor([[1, 1, 0, 0, 1, 1]]),
+            fields.TOKEN_VERSIONS: torch.tensor([[0, 0, -2, -2, 0, 0]]),
+            fields.ROLLOUT_LOG_PROBS: torch.zeros(1, R),
+            fields.FINISHED: torch.tensor([0]),
+        }
+    )
+    own.act(group, torch.tensor([0]).numpy(), results)
+    assert pool.played == [["5 6"]] and own.wait(0.0)
+    assert [*own.collect()] == [] and own.complete() == [group]
+    assert group.batch.batch[fields.TURN_REWARDS].tolist() == [[0, 0.5, 0, 0, 0, 0]]
+    about = group.batch.non_tensor_batch[fields.EPISODE][0]
+    assert (about["status"], about["turns"]) == ("length", 2)
+
+
+def test_an_error_leaves_no_episode_for_the_next_batch():
+    def fails(_):
+        raise RolloutError("no engine")
+
+    group = SimpleNamespace(
+        world_size=1, generate_sequences=SimpleNamespace(submit=fails), init_model=lambda: None
+    )
+    own, config = episodes(Pool()), load_config(TrainConfig, [f"data.max_response_length={R}"])
+    generator = EpisodeGenerator(config, Replicas(lambda _: group, 1), own, apart=False)
+    for _ in range(2):
+        with pytest.raises(RolloutError, match="no engine"):
+            generator.play(prompts(2), lambda rows: rows)
+        assert not own.acting and own.rows_of(None) == 0 and own.complete() == []
+
+
+def test_a_checkpoint_holds_the_prompts_before_reset(tmp_path):
+    def parts() -> tuple[PromptQueue, SimpleNamespace]:
+        generation = SimpleNamespace(
+            episodes=None, paused=[], go_on=lambda _: None, replicas=SimpleNamespace(working=[])
+        )
+        return PromptQueue(StalenessBound(1, 1), 2), generation
+
+    queue, generation = parts()
+    chat = [{"role": "user", "content": "before"}]
+    queue.add([PromptGroup(3, prompts(2), started=0, chats={1: chat}), PromptGroup(4, prompts(2))])
+    save_groups(tmp_path, queue, generation, {"drawn": 1})
+    again, generation = parts()
+    assert load_groups(tmp_path, again, generation)["drawn"] == 1
+    assert {number: group.chats for number, group in again.groups.items()} == {3: {1: chat}, 4: {}}
