@@ -78,8 +78,8 @@ class _Episode:
 
     Attributes:
         results: the fields of the row after its last call; None: `reset` has not answered.
-        waits: for its environment.
-        failure: why the environment answers no more.
+        waits: whether its environment must answer before the row goes on.
+        failure: the last answer of an environment that has failed.
     """
 
     group: PromptGroup
@@ -96,7 +96,7 @@ class Episodes:
     """The episodes on their way, one for each row.
 
     Args:
-        turns: of the model that generates.
+        turns: tokens and texts of the model that generates.
         response_tokens: R, the columns of a response: turns and observations.
         max_turns: after so many turns, an episode ends.
         max_turn_tokens: a turn with so many tokens has ended; None: only R bounds it.
@@ -139,6 +139,7 @@ class Episodes:
     def act(self, group: PromptGroup, rows: Rows, results: DataProto) -> None:
         """Give the turns that rows have written to their environments. `results`: the fields of
         these rows after their call."""
+        results.prefetch([*BEGUN_RESPONSES, fields.FINISHED])
         for place, row in enumerate(rows.tolist()):
             number, episode = self._open(group, row)
             episode.results, episode.waits = results.select_idxs([place]), True
