@@ -90,7 +90,7 @@ def test_a_file_that_ends_each_process_at_its_import_ends_the_run(tmp_path, monk
     )
     with pytest.raises(RewardError, match=problem):
         pool.run([sample("moody"), dying] * 20)  # another function works between
-    assert 6 <= len(started) <= 9
+    assert 6 <= len(started) <= 12  # two processes work at once
 
 
 def test_a_file_that_cannot_be_imported_is_imported_once_by_a_process(tmp_path):

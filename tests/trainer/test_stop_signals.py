@@ -37,6 +37,14 @@ from quadriga.trainer.checkpoints import StopRequest, unchanged_handlers
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
 
 
+@pytest.fixture(autouse=True)
+def _signals_of_a_terminal():
+    """Also where the tests were started with nohup, which ignores SIGHUP."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 def stopper(grace_s=60.0):
     return StopRequest(load_config(TrainConfig, [f"trainer.stop_grace_s={grace_s}"]).trainer)
 
