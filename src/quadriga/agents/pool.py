@@ -9,8 +9,8 @@ unblocked by  an answer, or the end of a process (its pipe closes), or the deadl
 
 An episode stays in one process, which answers many of them at once. A call that raises or exceeds
 its deadline ends its own episode. If a process dies, the episodes that it hosted are begun again in
-another one and their turns are played again. Those that were in a call are then alone in a process,
-so that the episode whose call has ended it is found. The same holds for a process that stands
+another one and their turns are played again. Each episode that was in a call is then alone in a
+process, so that the call which ends a process is found. The same holds for a process that stands
 still:
 
     process 1   A in a call, B in a call, C waits for the policy      killed
@@ -31,11 +31,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import TypeAdapter
 
-from quadriga.agents.environments import EnvironmentRef
+from quadriga.agents.environments import EnvironmentRef, Message
 from quadriga.rewards.pool import PoolProcess, kill_all
 
 Status = Literal["observed", "done", "raised", "timed_out", "crashed"]
@@ -78,7 +78,7 @@ class Answer:
 
     episode: int
     status: Status
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     detail: str = ""
@@ -94,9 +94,9 @@ def encoded(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def digest(messages: Sequence[Mapping[str, Any]]) -> str:
+def digest(messages: Sequence[Message]) -> str:
     """Return the digest of an observation."""
-    return hashlib.sha256(encoded([dict(m) for m in messages])).hexdigest()
+    return hashlib.sha256(encoded(messages)).hexdigest()
 
 
 @dataclass(eq=False)

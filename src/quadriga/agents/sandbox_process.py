@@ -182,7 +182,7 @@ def main() -> None:
     _libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     os.umask(0o022)
-    # As root, a user that no other sandbox has: the limit of processes counts those of a user.
+    # As root, a user id of its own for each sandbox: the limit of processes counts all of one user.
     user = _FIRST_USER + os.getpid()
     request = json.loads(sys.stdin.buffer.read())
     isolated, why = True, ""
@@ -211,7 +211,7 @@ def main() -> None:
         except Exception as error:  # told as the output of the command
             os.write(2, f"the command cannot start: {error}\n".encode())
         os._exit(127)
-    # `_wait` kills all other processes that it sees: only where these are those of the sandbox.
+    # `_wait` kills all other processes of the namespace, so it must be one of the sandbox alone.
     watched = isolated and os.getpid() == 1 and os.path.isdir("/proc/1")
     ended = _wait(command, request["memory_mb"] << 20 if watched else math.inf)
     os.write(status, (json.dumps(ended) + "\n").encode())

@@ -455,13 +455,13 @@ def turn_gae(
     rewards = _generated_tokens(mask, "token_level_rewards", token_level_rewards_BT)
     values = _generated_tokens(mask, "values", values_BT)
     turn_BT, starts_BT = _turns(mask)
-    values_BK = _by_turn(values * starts_BT, turn_BT)
-    deltas_BK = _by_turn(rewards, turn_BT) - values_BK
-    deltas_BK[:, :-1] += gamma * values_BK[:, 1:]
-    advantages_BK = reverse_discounted_sum(deltas_BK, gamma * lam)
+    advantages_BK, returns_BK = gae(
+        _by_turn(rewards, turn_BT), _by_turn(values * starts_BT, turn_BT),
+        _by_turn(starts_BT.to(rewards.dtype), turn_BT),
+        gamma=gamma, lam=lam, whiten_advantages=False,
+    )  # fmt: skip
     advantages, returns = (
-        masked_copy(own.gather(1, turn_BT), mask)
-        for own in (advantages_BK, advantages_BK + values_BK)
+        masked_copy(own.gather(1, turn_BT), mask) for own in (advantages_BK, returns_BK)
     )
     if whiten_advantages is not False:
         whiten_selected(advantages, mask, out=advantages)

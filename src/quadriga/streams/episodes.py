@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ import torch
 
 from quadriga.agents.environments import Message
 from quadriga.agents.pool import FAILURES, Answer, EpisodePool
+from quadriga.agents.turns import Turns
 from quadriga.errors import InputError, QuadrigaError
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
@@ -35,22 +36,6 @@ from quadriga.workers.actor_rollout_ref import known_tokens
 from quadriga.workers.method_fields import BEGUN_RESPONSES, OBSERVED
 
 Rows = npt.NDArray[np.int64]
-
-
-class TurnTokens(Protocol):
-    """How messages become tokens, and turns become texts."""
-
-    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a prompt."""
-        ...
-
-    def following_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens between a turn of the policy and its next turn."""
-        ...
-
-    def text(self, sampled_ids: Sequence[int]) -> str:
-        """Return the text of a turn, without the token that ends it."""
-        ...
 
 
 class Paused(NamedTuple):
@@ -104,7 +89,7 @@ class Episodes:
     """
 
     pool: EpisodePool
-    turns: TurnTokens
+    turns: Turns
     response_tokens: int
     max_turns: int
     max_turn_tokens: int | None

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from quadriga.agents.environments import Message
 from quadriga.protocol import DataProto
 from quadriga.streams.replicas import Replica
 from quadriga.streams.staleness import StalenessBound
@@ -43,7 +43,7 @@ class PromptGroup:
     home: Replica | None = None
     batch: DataProto | None = None
     answers: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
-    chats: dict[int, list[dict[str, Any]]] = field(default_factory=dict)
+    chats: dict[int, list[Message]] = field(default_factory=dict)
 
     def end(self, rows: npt.NDArray[np.int64], answers: DataProto) -> None:
         """Keep the responses of some rows, which have ended."""
