@@ -12,7 +12,7 @@ from quadriga.parallel.attention_blocks import (
     similar_length_blocks,
     whole_row_blocks,
 )
-from quadriga.parallel.packing import first_row_with_same_prompt, pack_rows
+from quadriga.parallel.packing import first_row_with_same_prompt, left_align, pack_rows
 from row_cases import rows_of
 
 IDS = torch.tensor([[0, 11, 12, 21, 22, 0], [0, 11, 12, 31, 0, 0], [13, 14, 15, 41, 42, 43]])
@@ -35,6 +35,25 @@ def test_packing_without_shared_prompts():
     packed = pack_rows(IDS, MASK, TARGETS, share_prompts=False)
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 11, 12, 31, 13, 14, 15, 41, 42, 43]]
     assert packed.predictors.tolist() == [1, 2, 5, 9, 11]
+
+
+def test_contexts_of_a_row_are_rows_which_share_the_tokens_that_they_begin_with():
+    ids = torch.tensor([[0, 11, 12, 21, 22, 31, 32, 41, 42, 31, 32, 51]])
+    contexts = torch.tensor([[0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]])
+    targets = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 0, 1]])
+    packed = pack_rows(ids, contexts, targets)
+    assert packed.input_ids.tolist() == [[11, 12, 21, 22, 31, 32, 41, 42, 51]]
+    assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 2]]
+    assert packed.predictors.tolist() == [1, 2, 5, 6, 5]
+    assert packed.targets.labels.tolist() == [21, 22, 41, 42, 51]
+    assert packed.targets.index.tolist() == [0, 1, 4, 5, 8]
+    assert packed.targets.shape == (1, 9)
+    aligned, found = left_align(ids, contexts, targets)
+    assert aligned.tolist() == [[11, 12, 21, 22], [31, 32, 41, 42], [31, 32, 51, 0]]
+    assert aligned[found.row, found.position].tolist() == found.labels.tolist()
+    assert found.index.tolist() == packed.targets.index.tolist()
+    with pytest.raises(ProtocolError, match="where attention_mask is 0"):
+        pack_rows(ids, contexts * (contexts != 3), targets)
 
 
 def test_prompts_with_different_masks_are_different():

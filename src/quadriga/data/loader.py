@@ -315,15 +315,19 @@ def pad_rows(
 
 
 def positions(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token, [B, T] int64, counted from 0 without padding.
+    """Return the position of each token in its context, [B, T] int64, counted from 0.
 
     Padding on the left has position 0; padding on the right repeats the last position:
 
-        mask       0 0 1 1 1 0
-        cumsum     0 0 1 2 3 3
-        position   0 0 0 1 2 2
+        mask       0 0 1 1 1 2 2 0
+        number     0 0 1 2 3 4 5 5       of the token in the row
+        begins     0 0 0 0 0 3 3 3       tokens before its context
+        position   0 0 0 1 2 0 1 1
     """
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+    number = attention_mask.bool().cumsum(-1)
+    before = torch.nn.functional.pad(attention_mask[..., :-1], (1, 0))
+    begins = torch.where((attention_mask > before) & (before > 0), number - 1, 0)
+    return (number - 1 - begins.cummax(-1).values).clamp(min=0)
 
 
 def collate_prompts(

@@ -12,6 +12,9 @@ causal model does not depend on the tokens after it, so an aligned row needs no 
 no position ids: the model computes each of its tokens exactly as if the row were alone. This holds
 for every causal architecture, also for those with recurrent layers, for which padding at the start
 would enter the state.
+
+A row of an episode may have several contexts, numbered from 1 in its attention mask: sequences that
+do not see each other (`by_context`). Models compute each of them as a row.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ class Targets:
     """The K entries of a response mask that are 1, in row-major order.
 
     Attributes:
-        row: [K] int64, the row of the batch.
-        position: [K] int64, the number of tokens of the row that come before the target.
+        row: [K] int64, the row that a model computes; see `by_context`.
+        position: [K] int64, the number of tokens of this row that come before the target.
         labels: [K] int64, the token ids.
         index: [K] int64, b * R + t for the target at [b, t] of the response mask.
         shape: (B, R).
@@ -51,32 +54,95 @@ class Targets:
         return flat.index_put((self.index,), values_K).view(rows, columns)
 
 
-def find_targets(
-    input_ids: Tensor, valid: Tensor, position_BS: Tensor, response_mask: Tensor
-) -> Targets:
-    """Return the targets of [B, P + R] rows.
+@dataclass(frozen=True)
+class ContextRows:
+    """Rows of one context each, in the form of `pack_rows`.
 
-    Args:
-        input_ids: [B, S] int64.
-        valid: [B, S] bool, where there is a token.
-        position_BS: [B, S] int64, the number of tokens of the row before each token.
-        response_mask: [B, R], 1 at the targets.
+    Attributes:
+        valid: [V, S] bool, where there is a token.
+        index: [V, R] int64, b * R + t: the place of each response token in the batch. None: the
+            rows are those of the batch.
+        shape: (B, R) of the batch.
+    """
+
+    input_ids: Tensor
+    valid: Tensor
+    response_mask: Tensor
+    shape: tuple[int, int]
+    index: Tensor | None = None
+
+
+# Example: a row with two contexts, P = 3, R = 8. "·" is padding.
+#
+#   input_ids         ·  11  12 | 21  22  31  32  41  42   ·   ·
+#   attention_mask    0   1   1 |  1   1   2   2   2   2   0   0
+#   response_mask                  1   1   0   0   1   1   0   0
+#
+# As two rows: the prompt of the second context are its tokens before the first target, so that
+# contexts that begin with the same tokens share them.
+#
+#   input_ids        11  12 | 21  22        index    0   1
+#                    31  32 | 41  42                 4   5
+
+
+def by_context(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ContextRows:
+    """Return the contexts of [B, P + R] rows as rows, those of a row behind each other.
 
     Raises:
-        ProtocolError: a target has no token before it, or `valid` is False at a target.
+        ProtocolError: `attention_mask` is 0 at a target.
     """
-    width = response_mask.shape[1]
-    row, target = response_mask.bool().nonzero(as_tuple=True)
-    column = target + input_ids.shape[1] - width
-    position = position_BS[row, column]
-    if bool((position < 1).any()) or not bool(valid[row, column].all()):
+    shape = (len(response_mask), response_mask.shape[1])
+    old_width = input_ids.shape[1] - shape[1]
+    if not bool(attention_mask[:, old_width:][response_mask.bool()].all()):
         raise ProtocolError(
-            "response_mask is 1 at a token that has no token before it or where attention_mask is "
-            "0; every response needs a prompt of at least one token",
+            "response_mask is 1 where attention_mask is 0; only tokens can be targets",
             field="response_mask",
         )
-    shape = (len(response_mask), width)
-    return Targets(row, position, input_ids[row, column], row * width + target, shape)
+    if not attention_mask.numel() or int(attention_mask.max()) <= 1:
+        return ContextRows(input_ids, attention_mask.bool(), response_mask, shape)
+    numbers = torch.arange(1, int(attention_mask.max()) + 1)
+    present = (attention_mask[:, None] == numbers[:, None]).any(-1)
+    present[:, 0] = True  # a row without tokens stays a row
+    row, context = present.nonzero(as_tuple=True)
+    own = attention_mask[row] == numbers[context][:, None]
+    target = torch.nn.functional.pad(response_mask, (old_width, 0)).bool()[row] & own
+    # The column where the prompt of a context ends.
+    columns = torch.arange(input_ids.shape[1])
+    first = torch.where(target, columns, len(columns)).amin(1)
+    ends = torch.where(context == 0, old_width, first)
+    in_prompt = own & (columns < ends[:, None])
+    prompt, length = in_prompt.sum(1), own.sum(1)
+    width, right = int(prompt.max()), int((length - prompt).max())
+    of, old = own.nonzero(as_tuple=True)
+    new = (own.long().cumsum(1) - 1)[of, old] - prompt[of] + width
+    ids = input_ids.new_zeros(len(row), width + right)
+    valid, targets = torch.zeros_like(ids, dtype=torch.bool), torch.zeros_like(ids)
+    index = torch.zeros_like(ids)
+    ids[of, new], valid[of, new] = input_ids[row[of], old], True
+    targets[of, new] = target[of, old].to(targets.dtype)
+    index[of, new] = row[of] * shape[1] + old - old_width
+    return ContextRows(ids, valid, targets[:, width:], shape, index[:, width:])
+
+
+def find_targets(rows: ContextRows, position_VS: Tensor) -> Targets:
+    """Return the targets of rows. `position_VS`: [V, S] int64, the number of tokens of the row
+    before each token.
+
+    Raises:
+        ProtocolError: a target has no token before it.
+    """
+    width = rows.response_mask.shape[1]
+    row, target = rows.response_mask.bool().nonzero(as_tuple=True)
+    column = target + rows.input_ids.shape[1] - width
+    position = position_VS[row, column]
+    if bool((position < 1).any()):
+        raise ProtocolError(
+            "response_mask is 1 at a token that has no token before it; every response needs a "
+            "prompt of at least one token",
+            field="response_mask",
+        )
+    index = row * width + target if rows.index is None else rows.index[row, target]
+    return Targets(row, position, rows.input_ids[row, column], index, rows.shape)
 
 
 # Example: two samples of the prompt (11 12) and one of (13 14 15). "·" is padding, P = R = 3.
@@ -175,7 +241,8 @@ def pack_rows(
     """Pack [B, P + R] rows (left-padded prompts, then responses).
 
     Args:
-        input_ids, attention_mask: [B, P + R].
+        input_ids, attention_mask: [B, P + R]. The mask has the number of the context at a token,
+            which is 1 without several contexts.
         response_mask: [B, R], 1 at the targets: the response tokens whose outputs are needed.
         share_prompts: pack a prompt that several rows have in common once. The result is the same
             function of the weights, because a prompt's hidden states do not depend on what follows.
@@ -183,17 +250,18 @@ def pack_rows(
     Raises:
         ProtocolError: a target has no token before it, or `attention_mask` is 0 at a target.
     """
-    prompt_width = input_ids.shape[1] - response_mask.shape[1]
-    valid = attention_mask.bool()
-    position_BS = valid.long().cumsum(1) - 1
-    owner = torch.arange(len(input_ids))
+    own = by_context(input_ids, attention_mask, response_mask)
+    ids, valid = own.input_ids, own.valid
+    prompt_width = ids.shape[1] - own.response_mask.shape[1]
+    position_VS = valid.long().cumsum(1) - 1
+    owner = torch.arange(len(ids))
     if share_prompts:
-        owner = first_row_with_same_prompt(input_ids[:, :prompt_width], valid[:, :prompt_width])
-    rows, kept = _packed_rows(position_BS, valid, owner, prompt_width)
+        owner = first_row_with_same_prompt(ids[:, :prompt_width], valid[:, :prompt_width])
+    rows, kept = _packed_rows(position_VS, valid, owner, prompt_width)
 
-    targets = find_targets(input_ids, valid, position_BS, response_mask)
+    targets = find_targets(own, position_VS)
     return PackedBatch(
-        input_ids=input_ids[kept][None],
+        input_ids=ids[kept][None],
         position_ids=rows.column[None],
         rows=rows,
         predictors=rows.token_index[targets.row, targets.position - 1],
@@ -254,17 +322,18 @@ def left_align(
 ) -> tuple[Tensor, Targets]:
     """Move the tokens of [B, P + R] rows (left-padded prompts, then responses) to column 0.
 
-    Returns the token ids [B, L], 0 at padding, and the targets. The token that predicts a target is
-    in the column before its position.
+    Returns the token ids [V, L], 0 at padding, of one row for each context, and the targets. The
+    token that predicts a target is in the column before its position.
 
     Raises:
         ProtocolError: a target has no token before it, or `attention_mask` is 0 at a target.
     """
-    valid = attention_mask.bool()
-    position_BS = valid.long().cumsum(1) - 1
+    own = by_context(input_ids, attention_mask, response_mask)
+    valid = own.valid
+    position_VS = valid.long().cumsum(1) - 1
     longest = max(int(valid.sum(1).max()), 1) if len(valid) else 1
     row, column = valid.nonzero(as_tuple=True)
-    aligned = input_ids.new_zeros(len(valid), longest)
-    aligned[row, position_BS[row, column]] = input_ids[row, column]
+    aligned = own.input_ids.new_zeros(len(valid), longest)
+    aligned[row, position_VS[row, column]] = own.input_ids[row, column]
 
-    return aligned, find_targets(input_ids, valid, position_BS, response_mask)
+    return aligned, find_targets(own, position_VS)

@@ -114,7 +114,9 @@ _GENERATE, _SCORE = "generate_sequences", "score_responses"
 FIELDS: tuple[Field, ...] = (
     Field(INPUT_IDS, "[B, P], then [B, P+R]", "int64", "token ids",
           (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
-    Field(ATTENTION_MASK, "[B, P], then [B, P+R]", "int64", "1 at tokens, 0 at padding",
+    Field(ATTENTION_MASK, "[B, P], then [B, P+R]", "int64",
+          "0 at padding; at a token the number of its context, which is 1, and 2, … in an episode "
+          "that begins another one: tokens see those of their own context",
           (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
     Field(POSITION_IDS, "[B, P], then [B, P+R]", "int64",
           "position of each token, from 0; for a model that takes images [B, 3, …]: in time, "
@@ -142,8 +144,9 @@ FIELDS: tuple[Field, ...] = (
     Field(WEIGHT_VERSION, "[B]", "int64",
           "version of the weights that generated, of the oldest token", (_GENERATE,)),
     Field(TOKEN_VERSIONS, "[B, R]", "int64",
-          "version of the weights that sampled each token, -2 at tokens of an environment, 0 at "
-          "padding; written where responses are continued", (_GENERATE,)),
+          "version of the weights that sampled each token, -2 at tokens of an environment, -3 at "
+          "the first of a context, 0 at padding; written where responses are continued",
+          (_GENERATE,)),
     Field(TURN_REWARDS, "[B, R]", "float32",
           "rewards of an environment, each at the last token of its turn; 0 elsewhere",
           (_GENERATE,)),

@@ -63,8 +63,8 @@ class Continued:
     weights that it has.
 
     Attributes:
-        sampled: [B] int64, how many of the last tokens of each prompt were sampled before as the
-            beginning of its response; 0 for a new response.
+        sampled: [B] int64, how many tokens the response of each row has so far; 0 for a new one.
+            They are the last ones of its prompt, which may lack the first of them.
         at_most: new tokens of each row in this call, at most.
         keep: paused rows whose caches an engine without a prefix cache may hold after the call; 0:
             it frees all of them.
@@ -235,8 +235,6 @@ class RolloutEngine(ABC):
         count = next(iter(sampled[wrong].tolist()), None)
         problem = f"has {count} response tokens sampled before, of at most {limit}; it cannot go on"
         self._refuse(wrong, problem)
-        no_prompt = (sampled > 0) & (sampled >= mask.sum(1))
-        self._refuse(no_prompt, "has no prompt before the tokens that were sampled before")
         ends = torch.isin(ids[:, -1:], torch.tensor(sampling.end_token_ids).long()).any(1)
         self._refuse(ends & (sampled > 0), "has ended with its last token; it cannot go on")
         return limit - sampled

@@ -455,7 +455,6 @@ def continuation(subject: RolloutUnderTest) -> None:
     for what, sampled, at_most, kind in (
         ("too few numbers", [0], 2, ShapeError),
         ("a response at its limit", [0, 12], 2, RolloutInputError),
-        ("no prompt", [0, 1], 2, RolloutInputError),
         ("a response that has ended", [1, 0], 2, RolloutInputError),
         ("no new token", [0, 0], 0, RolloutInputError),
         ("more new tokens than the limit", [0, 0], 13, RolloutInputError),

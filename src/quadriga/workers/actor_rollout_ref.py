@@ -26,6 +26,7 @@ from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,
     COMPUTE_SFT_LOG_PROB,
+    CONTEXT,
     MODEL_INPUTS,
     OBSERVED,
     UPDATE_ACTOR,
@@ -435,7 +436,7 @@ def generate_batch(
         known = out.response_mask
     else:
         out, versions = _continued(engine, prompts, sampling, images, at_most, keep)
-        known = known_tokens(out.response_mask, versions)
+        known = context_numbers(out.response_mask, versions)
         paused = [reason == "paused" for reason in out.finish_reason]
         more[fields.TOKEN_VERSIONS] = versions
         more[fields.PAUSED] = torch.tensor(paused, dtype=torch.int64)
@@ -452,7 +453,7 @@ def generate_batch(
             fields.INPUT_IDS: torch.cat([prompt_ids, out.response_ids], dim=1),
             fields.ATTENTION_MASK: attention_mask,
             fields.POSITION_IDS: positions(attention_mask),
-            fields.SEQUENCE_LENGTH: attention_mask.sum(-1),
+            fields.SEQUENCE_LENGTH: attention_mask.bool().sum(-1),
             fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
             fields.WEIGHT_VERSION: out.weight_versions,
             **more,
@@ -475,6 +476,8 @@ def _continued(
         prompts   begun        sent to the engine    new    whole responses
         . p p     a b . . .    . . . . p p a b       c d    a b c d .         paused
         p p p     . . . . .    . . . . . p p p       e .    e . . . .
+
+    Of a row with several contexts, the last one is sent.
     """
     import torch
 
@@ -485,7 +488,10 @@ def _continued(
     mask = known_tokens(begun[fields.RESPONSE_MASK], begun[fields.TOKEN_VERSIONS])
     sampled = mask.sum(-1)
     ids = torch.cat([prompts.batch[fields.INPUT_IDS], begun[fields.RESPONSES]], dim=1)
-    whole_mask = torch.cat([prompts.batch[fields.ATTENTION_MASK], mask], dim=1)
+    numbers = context_numbers(begun[fields.RESPONSE_MASK], begun[fields.TOKEN_VERSIONS])
+    whole_mask = torch.cat([prompts.batch[fields.ATTENTION_MASK], numbers], dim=1)
+    context = whole_mask.amax(1, keepdim=True)
+    whole_mask = ((whole_mask == context) & (whole_mask > 0)).long()
     # The padding behind the response of a row goes before its prompt.
     width = ids.shape[1]
     source = (torch.arange(width) - (limit - sampled)[:, None]) % width
@@ -493,7 +499,9 @@ def _continued(
     if images is not None:  # the next token is behind the largest number, so padding has 0
         positions = images.followed_by(mask).gather(2, source[:, None].expand(-1, 3, -1))
         images = MultiModalRows(images.inputs, positions * whole_mask[:, None])
-    request = ids, whole_mask, sampling, prompts.batch[fields.SAMPLE_SEED]
+    # Contexts that begin with the same tokens draw other numbers.
+    seeds = prompts.batch[fields.SAMPLE_SEED] + (context[:, 0].clamp(min=1) - 1)
+    request = ids, whole_mask, sampling, seeds
     out = engine.generate(*request, images, Continued(sampled, min(at_most, limit), keep))
     row, column = out.response_mask.nonzero(as_tuple=True)
     versions = out.weight_versions[:, None].expand_as(out.response_ids)
@@ -536,7 +544,14 @@ def _begun_responses(prompts: DataProto, sampling: SamplingParams) -> dict[str, 
 def known_tokens(response_mask: Tensor, token_versions: Tensor) -> Tensor:
     """Return [B, R] int64, 1 at the tokens of responses: those of the policy, and those that an
     environment has answered."""
-    return response_mask | (token_versions == OBSERVED).long()
+    return response_mask | (token_versions <= OBSERVED).long()
+
+
+def context_numbers(response_mask: Tensor, token_versions: Tensor) -> Tensor:
+    """Return [B, R] int64, the number of the context at the tokens of responses, from 1; 0 at
+    padding."""
+    begun = (token_versions == CONTEXT).long().cumsum(1)
+    return known_tokens(response_mask, token_versions) * (begun + 1)
 
 
 def sampling_params(

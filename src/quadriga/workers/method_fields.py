@@ -37,6 +37,8 @@ BEGUN_RESPONSES = (
 OBSERVED = -2
 """In place of the version of a token that no weights have sampled: an environment has answered it.
 Its mask is 0."""
+CONTEXT = -3
+"""The same, and the token is the first one of a context: it sees no token before it."""
 
 CONTINUE_SEQUENCES = replace(
     GENERATE_SEQUENCES,

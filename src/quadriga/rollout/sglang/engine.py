@@ -144,7 +144,7 @@ class SGLangRollout(RolloutEngine):
             # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up
             # to it do not depend on the tokens behind it.
             for row, sample in enumerate(samples):
-                before = prompts[row][len(prompts[row]) - sampled[row] :]
+                before = prompts[row][max(0, len(prompts[row]) - sampled[row]) :]
                 whole = stops.completed_at([*before, *sample.tokens], len(before) + 1)
                 if whole is not None:
                     end = whole - len(before)

@@ -246,15 +246,17 @@ class VLLMRollout(RolloutEngine):
         except ValueError as error:
             raise self._error("generate", f"vLLM refuses the settings: {error}") from error
         known = [0] * len(prompts)
-        before = [prompts[row][len(prompts[row]) - count :] for row, count in enumerate(sampled)]
+        before = [
+            prompt[max(0, len(prompt) - n) :] for prompt, n in zip(prompts, sampled, strict=True)
+        ]
 
         def read(row: int, output: RequestOutput) -> Response | None:
             sample = output.outputs[0]
             tokens, end = [int(token) for token in sample.token_ids], None
             if stop_strings is not None:
-                first = sampled[row] + max(known[row] + 1, least[row])
+                first = len(before[row]) + max(known[row] + 1, least[row])
                 end = stop_strings.completed_at([*before[row], *tokens], first)
-                end = end and end - sampled[row]
+                end = end and end - len(before[row])
             known[row] = len(tokens)
             if end is None and not output.finished:
                 return None
