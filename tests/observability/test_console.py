@@ -117,3 +117,13 @@ def test_about_ten_responses_of_a_run_are_shown_without_what_controls_a_terminal
         "  response  4",
     ]
     assert len(lines) == 30 and lines[-3] == "response in step 91, reward 1.000"
+
+
+def test_the_last_turns_of_an_episode_are_shown_with_what_was_observed():
+    console, _, out = plain(1)
+    turns = [{"sampled": str(i), "observed": "larger" if i < 6 else ""} for i in range(1, 7)]
+    console.sample(1, "guess", "1larger…", 1.0, turns)
+    assert out.getvalue().splitlines()[1:] == [
+        "  prompt    guess", "  turn 3    3", "  observed  larger", "  turn 4    4",
+        "  observed  larger", "  turn 5    5", "  observed  larger", "  turn 6    6",
+    ]  # fmt: skip

@@ -28,14 +28,26 @@ def sample(step: int, row: int, **more: object) -> dict[str, object]:
     }  # fmt: skip
 
 
-def run_folder(path: Path, *overrides: str, steps: int = 3) -> Path:
+TURNS = [
+    {"sampled": f'<tool_call>{{"name": "add"}}</tool_call>{EVIL}<|end|>', "tokens": [3, 4],
+     "observed": "<|tool|>7<|end|><|assistant|>", "reward": -0.1, "seconds": [0.25, 1.5],
+     "source": "tool add, tool mul"},
+    {"sampled": "#### 7<|end|>", "observed": "", "tokens": [5, 0], "reward": 1.0, "seconds": None,
+     "source": ""},
+]  # fmt: skip
+"""Of an episode."""
+
+
+def run_folder(path: Path, *overrides: str, steps: int = 3, **episode: object) -> Path:
     """Write the folder of a run with warnings, and with samples of four rows in each step."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(to_yaml(load_config(TrainConfig, overrides)))
     row = {"reward/mean": 0.5, "time/rollout": 0.5, "time/evaluate": 0.25, "time/update_actor": 0.2}
     rows = [{"step": s, **row, "progress/elapsed": 1.0 + s} for s in range(1, steps + 1)]
     write_jsonl(path / "metrics.jsonl", rows)
-    write_jsonl(path / "samples.jsonl", [sample(r["step"], i) for r in rows for i in range(4)])
+    write_jsonl(
+        path / "samples.jsonl", [sample(r["step"], i, **episode) for r in rows for i in range(4)]
+    )
     events = [{"at": 0.0, "environment": {"torch": "2.13", "command": f"train {EVIL}"}},
               {"at": 1.5, "warning": f"restart 1 of 3 begins: {EVIL}"}]  # fmt: skip
     write_jsonl(path / "events.jsonl", events)

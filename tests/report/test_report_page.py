@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from report_cases import CONTROL, run_folder
+from report_cases import CONTROL, TURNS, run_folder
 
 from quadriga.report import write_report
 
@@ -34,8 +34,10 @@ def opened(page: Path, profile: Path, *options: str) -> tuple[str, str]:
     return done.stdout, console
 
 
-def report_of(tmp_path: Path) -> Path:
-    folders = [run_folder(tmp_path / f"run{seed}", f"trainer.seed={seed}") for seed in (1, 2)]
+def report_of(tmp_path: Path, **episode: object) -> Path:
+    folders = [
+        run_folder(tmp_path / f"run{seed}", f"trainer.seed={seed}", **episode) for seed in (1, 2)
+    ]
     write_report(folders, page := tmp_path / "page.html")
     return page
 
@@ -62,12 +64,30 @@ def test_the_page_shows_all_parts_and_texts_of_data_do_nothing(tmp_path, scheme)
     assert dom.count('class="uplot') == 1, "the other curves are in closed parts"
 
 
+def test_an_episode_is_shown_by_turns(tmp_path):
+    folder = run_folder(tmp_path / "run", turns=TURNS)
+    write_report([folder], page := tmp_path / "page.html")
+    dom, console = opened(page, tmp_path / "profile")
+    assert console == "" and "<title>run – Quadriga" in dom
+    assert dom.count('class="episode-time"') == 2
+    blocks = re.findall(r'<div class="turn (\w+)"><p>(.*?)</p><div>(.*?)</div>', dom)
+    assert [
+        (kind, *(html.unescape(re.sub("<[^>]+>", "", part)) for part in parts))
+        for kind, *parts in blocks[:3]
+    ] == [
+        ("sampled", "turn 1 calls add, mul 3 tokens · reward -0.1 · 0.25 s", TURNS[0]["sampled"]),
+        ("observed", "observed from tool add, tool mul 4 tokens · 1.50 s", TURNS[0]["observed"]),
+        ("sampled", "turn 2 5 tokens · reward 1", "#### 7<|end|>"),
+    ]
+    assert len(blocks) == 6 and "turns 0.25 s" in dom and "environment 1.50 s" in dom
+
+
 @pytest.mark.skipif(AXE is None, reason="needs the package axe-core-python")
 @pytest.mark.parametrize(
     "scheme", ["", "--blink-settings=preferredColorScheme=0", "--window-size=400,800"]
 )
 def test_axe_finds_nothing_serious(tmp_path, scheme):
-    page = report_of(tmp_path)
+    page = report_of(tmp_path, turns=TURNS)
     text = re.sub(r"<meta http-equiv=[^>]*>", "", page.read_text())
     assert AXE is not None and AXE.origin is not None
     axe = Path(AXE.origin).with_name("axe.min.js").read_text()

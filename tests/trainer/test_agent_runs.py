@@ -16,7 +16,7 @@ from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError, RewardError
 from quadriga.models.loading import tokenizer_of
-from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.jsonl import read_jsonl, read_samples
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.episodes import turn_spans
 from quadriga.streams.playing import make_episodes
@@ -103,6 +103,29 @@ def check_episodes(batch: DataProto, config: TrainConfig) -> int:
     return count
 
 
+def check_samples(config: TrainConfig, batch: DataProto) -> None:
+    """Check that the samples of the first step hold its episodes by turns."""
+    tokenizer = tokenizer_of(config.actor_rollout_ref.model)
+    samples = read_samples(Path(config.trainer.default_local_dir) / "samples.jsonl")
+    found = [s for s in samples if s.step == 1 and s.split == "train"]
+    assert found
+    rows = {
+        tokenizer.decode(ids[: int(attention.sum())]): scores[mask.bool()].tolist()
+        for ids, mask, _, scores, _, attention, *_ in rows_of(batch)
+    }
+    for sample in found:
+        text = "".join(turn["sampled"] + turn["observed"] for turn in sample.turns)
+        rewards = [t["reward"] for t in sample.turns if t["reward"]]
+        assert [s for s in rows[text] if s] == pytest.approx(rewards)
+        assert sum(sum(turn["tokens"]) for turn in sample.turns) == sample.response_tokens
+        assert sum(n for _, n in sample.weight_versions) == sum(
+            t["tokens"][0] for t in sample.turns
+        )
+        *before, last = sample.turns
+        assert all(t["source"] == "user" and min(t["seconds"]) >= 0 for t in before)
+        assert last["observed"] == last["source"] == ""
+
+
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_episodes_are_trained_as_they_were_played(train_overrides, game, batches, staleness):
     config = load_config(
@@ -117,6 +140,7 @@ def test_episodes_are_trained_as_they_were_played(train_overrides, game, batches
     assert rows[0]["mismatch/max"] < 1e-4 and rows[0]["agent/turns/mean"] > 1.5
     assert all(0 < row["agent/ended/done"] <= 1 and "val/score" in rows[-1] for row in rows)
     assert rows[0]["agent/ends"] == pytest.approx(rows[0]["agent/ended/done"])
+    check_samples(config, batches[0])
 
 
 def test_the_number_of_processes_and_of_rows_changes_nothing(

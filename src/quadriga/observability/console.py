@@ -16,6 +16,7 @@ from rich.text import Text
 
 from quadriga.config.secrets import shown
 from quadriga.containment import open_output
+from quadriga.observability.jsonl import Turn
 
 SHOWN = {
     "reward/mean": ("reward", "{:.3f}"),
@@ -31,7 +32,8 @@ SHOWN_ABOVE_ZERO = ("reward/failed",)
 NO_PHASES = ("time/step", "time/written")
 PLAIN_LINES = 20  # about how many lines a run writes to a file or a pipe
 SAMPLES = 10  # about how many responses a run shows
-SAMPLE_LINES = 3  # of a prompt, and of a response
+SAMPLE_LINES = 3  # of a prompt, a response, a turn
+SAMPLE_TURNS = 4  # of an episode
 
 
 class RunConsole:
@@ -87,13 +89,19 @@ class RunConsole:
         if self.console.is_terminal:
             self._draw()
 
-    def sample(self, step: int, prompt: str, response: str, reward: float) -> None:
-        """Show a response, of about `SAMPLES` steps of the run. Of long texts the end is shown."""
+    def sample(
+        self, step: int, prompt: str, response: str, reward: float, turns: Sequence[Turn] = ()
+    ) -> None:
+        """Show a response, or the last turns of an episode, of about `SAMPLES` steps of the run. Of
+        long texts the end is shown."""
         if self._sampled is not None and step - self._sampled < self.total_steps // SAMPLES:
             return
         self._sampled = step
         self.note(f"response in step {step}, reward {reward:.3f}")
-        for label, text in (("prompt", prompt), ("response", response)):
+        parts = [] if turns else [("response", response)]
+        for number, turn in [*enumerate(turns, 1)][-SAMPLE_TURNS:]:
+            parts += [(f"turn {number}", turn["sampled"]), ("observed", turn["observed"])]
+        for label, text in [("prompt", prompt), *parts]:
             for line in self._cut(text):
                 self.note(f"  {label:<9} {line}")
                 label = ""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 from quadriga.config.convert import checked, field_types
 from quadriga.config.paths import local_path
@@ -178,6 +178,25 @@ def json_value(value: object, masked: Callable[[str], str] = str) -> JsonValue:
 _NON_FINITE = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
+class Turn(TypedDict):
+    """A turn of an episode, and what was observed behind it. Texts have special tokens.
+
+    Attributes:
+        tokens: numbers of sampled and of observed tokens.
+        reward: of the turn.
+        seconds: until the turn was written, with what it waited for, and until its environment
+            had answered. None: the environment was not asked, or it was before a resumption.
+        source: the roles of the observed messages, with the names of tools.
+    """
+
+    sampled: str
+    observed: str
+    tokens: tuple[int, int]
+    reward: float
+    seconds: tuple[float, float] | None
+    source: str
+
+
 @dataclass(frozen=True)
 class Sample:
     """One response. `reward` is the sum over its tokens; `split` is "train" or "val".
@@ -187,6 +206,7 @@ class Sample:
         group: the same for all responses of one step to one prompt.
         components: numbers that the reward function returned beside the score, by name.
         advantage: the mean over the tokens.
+        turns: of an episode; see `Turn`.
         tokens: of the first `trainer.tokens_per_sample` tokens: text, log-probability in the
             rollout, and that of the actor before the update minus it; None where there is none.
     """
@@ -203,14 +223,18 @@ class Sample:
     group: str | None = None
     components: dict[str, float] | None = None
     advantage: float | None = None
+    turns: list[Turn] | None = None
     tokens: list[tuple[str, float | None, float | None]] | None = None
+
+
+_NESTED = ("weight_versions", "turns", "tokens")
+"""Their tuples are lists in a file."""
 
 
 def read_samples(path: str | Path) -> list[Sample]:
     """Return the samples of a file. Raises `DataError` as `check_row`."""
     found, kinds = list[Sample](), field_types(Sample)
-    # Lists of tuples are lists of lists in a file.
-    checked_kinds = {key: kinds[key] for key in kinds if key not in ("weight_versions", "tokens")}
+    checked_kinds = {key: kinds[key] for key in kinds if key not in _NESTED}
     for line, row in enumerate(read_jsonl(path), 1):
         check_row(Path(path), line, row, checked_kinds)
         found.append(Sample(**{key: row[key] for key in kinds if key in row}))

@@ -16,6 +16,7 @@ of its row are played again.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -65,6 +66,9 @@ class _Episode:
         results: the fields of the row after its last call; None: `reset` has not answered.
         waits: whether its environment must answer before the row goes on.
         failure: the last answer of an environment that has failed.
+        times: of the turns that its environment has answered here: number, seconds until the turn
+            was written and until it was answered, and the roles of the observation.
+        since: when the last turn was written or answered, on the clock of `time.monotonic`.
     """
 
     group: PromptGroup
@@ -74,6 +78,9 @@ class _Episode:
     rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Answer | None = None
+    times: list[list[object]] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
+    policy_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -128,6 +135,8 @@ class Episodes:
         for place, row in enumerate(rows.tolist()):
             number, episode = self._open(group, row)
             episode.results, episode.waits = results.select_idxs([place]), True
+            now = time.monotonic()
+            episode.policy_s, episode.since = now - episode.since, now
             texts = [self.turns.text(ids) for ids in _turns(episode.results)]
             if self._is_full(episode.results):  # without its last turn, which was cut
                 texts.pop()
@@ -257,11 +266,17 @@ class Episodes:
 
     def _note(self, answer: Answer, episode: _Episode, turns: int) -> None:
         """Keep rewards and metrics of an answer, which are of all turns if they were played again,
-        and a failure."""
+        its time, and a failure."""
         again = len(answer.rewards) == turns
         episode.rewards = [*([] if again else episode.rewards), *answer.rewards]
         for name, value in answer.metrics.items():
             episode.metrics[name] = value + (0.0 if again else episode.metrics.get(name, 0.0))
+        now = time.monotonic()
+        if turns:
+            who = ", ".join(f"{m['role']} {m.get('name', '')}".strip() for m in answer.messages)
+            took = round(episode.policy_s, 4), round(now - episode.since, 4)
+            episode.times.append([turns, *took, who])
+        episode.since = now
         if answer.status in FAILURES:
             episode.failure = answer
 
@@ -306,6 +321,7 @@ class Episodes:
         about = {
             "status": status,
             "turns": len(spans),
+            "times": episode.times,
             "metrics": episode.metrics,
             "detail": "" if episode.failure is None else episode.failure.detail,
         }

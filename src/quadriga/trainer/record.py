@@ -26,7 +26,7 @@ from quadriga.containment import describe
 from quadriga.errors import InputError, StoreError
 from quadriga.files import remove
 from quadriga.observability.callbacks import Callbacks
-from quadriga.observability.jsonl import JsonlFile, JsonObject, Sample, read_jsonl
+from quadriga.observability.jsonl import JsonlFile, JsonObject, Sample, Turn, read_jsonl
 from quadriga.observability.metrics import MetricSet, Timer
 from quadriga.observability.run_folder import RunFolder
 from quadriga.observability.trackers import RunInfo, Trackers, plot_learning_curve, points_of
@@ -34,9 +34,12 @@ from quadriga.protocol import DataProto, fields
 from quadriga.report import write_report
 from quadriga.report.card import write_card
 from quadriga.report.events import EventLog
+from quadriga.streams.episodes import turn_spans
+from quadriga.workers.method_fields import OBSERVED
 from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger("quadriga")
@@ -329,7 +332,7 @@ class RunRecord:
                 self._samples.write(self._step_samples[-1])
             console, first = self._trackers.console, found[0]
             if console is not None and not written and split == self._shown_split:
-                console.sample(step, first.prompt, first.response, first.reward)
+                console.sample(step, first.prompt, first.response, first.reward, first.turns or ())
         return len(kept)
 
     def samples(self, split: Literal["train", "val"]) -> list[JsonObject]:
@@ -451,6 +454,7 @@ def read_samples(
             group=str(arrays[fields.UID][i]),
             components=components or None,
             advantage=advantage,
+            turns=_turns(batch, i, tokenizer) if fields.EPISODE in arrays else None,
             tokens=_tokens(tokenizer, kept[:most_tokens].tolist(), *of_tokens),
         )
 
@@ -480,13 +484,38 @@ def _tokens(
 
 
 def spans_of_versions(batch: DataProto) -> list[list[tuple[int, int]]]:
-    """Return (weight version, tokens) of each response: 2 2 2 3 → (2, 3) (3, 1)."""
+    """Return (weight version, tokens that it sampled) of each response: 2 2 2 3 → (2, 3) (3, 1)."""
     length_B = batch.batch[fields.SEQUENCE_LENGTH] - batch.batch[fields.PROMPT_LENGTH]
     rows = zip(batch.batch[fields.TOKEN_VERSIONS], length_B.tolist(), strict=True)
     return [
-        [(value, len(list(same))) for value, same in groupby(versions[:length].tolist())]
+        [(value, len(list(same))) for value, same in groupby(_sampled(versions[:length]))]
         for versions, length in rows
     ]
+
+
+def _sampled(versions: Tensor) -> list[int]:
+    return [version for version in versions.tolist() if version != OBSERVED]
+
+
+def _turns(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> list[Turn]:
+    """Return the turns of an episode."""
+    about, tensors = batch.non_tensor_batch[fields.EPISODE][row], batch.batch
+    ids, versions = tensors[fields.RESPONSES][row], tensors[fields.TOKEN_VERSIONS][row]
+    known = tensors[fields.ATTENTION_MASK][row, -len(ids) :].bool()
+    spans, found = turn_spans(known & (versions != OBSERVED)), list[Turn]()
+    times = {turn: (seconds, who) for turn, *seconds, who in about["times"]}
+    for turn, (first, last) in enumerate(spans, 1):
+        behind = spans[turn][0] if turn < len(spans) else int(known.sum())
+        seconds, who = times.get(turn, (None, ""))
+        found.append({
+            "sampled": str(tokenizer.decode(ids[first:last])),
+            "observed": str(tokenizer.decode(ids[last:behind])),
+            "tokens": (last - first, behind - last),
+            "reward": round(float(tensors[fields.TURN_REWARDS][row, last - 1]), 6),
+            "seconds": seconds,
+            "source": who,
+        })  # fmt: skip
+    return found
 
 
 def _prompt_text(messages: Sequence[Mapping[str, object]]) -> str:

@@ -269,6 +269,31 @@ function shadedTokens(sample, kind, largest) {
   const left = (sample.response_tokens || 0) - sample.tokens.length;
   return left > 0 ? [...parts, el("span", { className: "empty" }, ` … ${left} more tokens`)] : parts;
 }
+// An episode: its time line, and a block for each turn and each observation.
+function timeLine(turns) {
+  const parts = turns.flatMap((t, i) => (t.seconds || []).map((s, k) => [s, k, `${k ? "answer to turn" : "turn"} ${i + 1}`]));
+  const sum = (kind) => parts.reduce((all, [s, k]) => (k === kind ? all + s : all), 0), whole = sum(0) + sum(1);
+  if (!whole) return [];
+  const bar = el("div", { className: "episode-time", "aria-hidden": "true" }, ...parts.map(([s, k, name]) => {
+    const part = el("span", { className: k ? "observed" : "sampled", title: `${name}: ${seconds(s)}` });
+    part.style.flexGrow = s / whole;
+    return part;
+  }));
+  return [bar, el("p", { className: "legend" }, el("span", {}, dot("--c0"), `turns ${seconds(sum(0))}`), el("span", {}, dot("--c2"), `environment ${seconds(sum(1))}`))];
+}
+function turnBlocks(sample, kind, largest) {
+  let from = 0;
+  return sample.turns.flatMap((turn, i) => [0, 1].map((observed) => {
+    const count = turn.tokens[observed], tokens = (kind && sample.tokens ? sample.tokens : []).slice(from, from + count);
+    const raw = observed ? turn.observed : turn.sampled;
+    const text = tokens.length && !observed ? shadedTokens({ tokens, response_tokens: count }, kind, largest) : [raw === "" ? el("span", { className: "empty" }, "(empty)") : visible(raw)];
+    const tools = (turn.source.match(/tool [^,]+/g) || []).map((name) => name.slice(5)).join(", ");
+    const head = observed ? `observed${turn.source ? ` from ${turn.source}` : ""}` : `turn ${i + 1}${tools ? ` calls ${tools}` : ""}`;
+    const facts = [`${count} ${count === 1 ? "token" : "tokens"}`, ...(observed ? [] : [`reward ${number(turn.reward)}`]), ...(turn.seconds ? [seconds(turn.seconds[observed])] : [])];
+    from += count;
+    return observed && !count ? null : el("div", { className: `turn ${observed ? "observed" : "sampled"}` }, el("p", {}, el("b", {}, head), ` ${facts.join(" · ")}`), el("div", {}, ...text));
+  })).filter(Boolean);
+}
 function card(sample, kind, largest) {
   const facts = [["reward", number(sample.reward)]];
   if (sample.advantage !== null && sample.advantage !== undefined) facts.push(["advantage", el("span", { className: sample.advantage >= 0 ? "up" : "down" }, (sample.advantage > 0 ? "+" : "") + number(sample.advantage))]);
@@ -276,9 +301,9 @@ function card(sample, kind, largest) {
   if (sample.response_tokens !== null && sample.response_tokens !== undefined) facts.push(["tokens", number(sample.response_tokens)]);
   if (sample.weight_versions) facts.push(["weights of step", sample.weight_versions.map(([version, count]) => (sample.weight_versions.length > 1 ? `${version} (${count})` : version)).join(", ")]);
   const shaded = kind && sample.tokens && sample.tokens.length;
-  const text = shaded ? shadedTokens(sample, kind, largest) : [messages(sample.response) || el("span", { className: "empty" }, "(an empty response)")];
+  const text = sample.turns && sample.turns.length ? turnBlocks(sample, kind, largest) : shaded ? shadedTokens(sample, kind, largest) : [messages(sample.response) || el("span", { className: "empty" }, "(an empty response)")];
   return el("article", { className: "card" }, el("dl", { className: "facts" }, ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value)))),
-    el("div", { className: "response", tabIndex: 0, role: "group", "aria-label": "Response" }, ...text));
+    ...timeLine(sample.turns || []), el("div", { className: "response", tabIndex: 0, role: "group", "aria-label": "Response" }, ...text));
 }
 const groupOf = (sample) => sample.group || sample.prompt;
 function showSamples() {
