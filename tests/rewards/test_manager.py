@@ -111,6 +111,26 @@ def test_a_coroutine_is_awaited(processes):
         assert asyncio.run(notebook()).batch["token_level_scores"].sum(-1).tolist() == [2.0, 3.0]
 
 
+def test_a_semaphore_works_in_later_batches():
+    one = asyncio.Semaphore(1)
+
+    async def score(completions):
+        async def judge(text):
+            async with one:
+                await asyncio.sleep(0.001)
+            return len(text)
+
+        return await asyncio.gather(*map(judge, completions))
+
+    manager = RewardManager(Letters(), score)
+
+    async def notebook():
+        return manager.score_texts(["a", "bb"], [{}] * 2)
+
+    for outcomes in (manager.score_texts(["a", "bb"], [{}] * 2), asyncio.run(notebook())):
+        assert [outcome.score for outcome in outcomes] == [1.0, 2.0], outcomes
+
+
 @pytest.mark.parametrize("score", [1e39, -1e39, float("inf"), float("nan")])
 def test_a_score_that_float32_cannot_hold_fails_its_sample(score):
     parts = (RewardPart("huge", 1.0, lambda **_: score), RewardPart("half", 0.5, lambda **_: 1.0))

@@ -51,6 +51,26 @@ def test_coroutines_wait_side_by_side_and_a_bad_one_affects_only_itself():
     assert len(list(RewardPool(2)._calls([waiting("ok")] * 70))) == 5
 
 
+def test_coroutines_that_block_exceed_their_deadlines_at_once(monkeypatch):
+    started = []
+    start = PoolProcess.__init__
+    monkeypatch.setattr(PoolProcess, "__init__", lambda *args: started.append(start(*args)))
+    truths = ["block", "ok", "block", "main thread", "block", "raise", "block"]
+    with closing(RewardPool(1, timeout_s=4)) as pool:
+        outcomes = pool.run([waiting(truth) for truth in truths])
+        expected = "timed_out scored timed_out scored timed_out raised timed_out"
+        assert (statuses(outcomes), len(started)) == (expected, 2)
+        assert pool.run([waiting("ok")])[0].status == "scored"
+
+
+def test_a_semaphore_of_the_file_works_in_later_calls():
+    with closing(RewardPool(1)) as pool:
+        for _ in range(2):
+            outcomes = pool.run([waiting("one by one")] * 3)
+            assert statuses(outcomes) == "scored scored scored", outcomes
+        assert pool.run([waiting("one by one")])[0].status == "scored"
+
+
 def test_processes_are_reused_and_ended_by_close():
     pool = RewardPool(2)
     samples = [sample("process_id")] * 6

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import time
 
 
@@ -52,6 +53,7 @@ async def asks_a_judge(data_source, solution_str, ground_truth, extra_info):
 
 
 MET = []
+ONE = asyncio.Semaphore(1)
 
 
 async def waiting(data_source, solution_str, ground_truth, extra_info):
@@ -62,4 +64,9 @@ async def waiting(data_source, solution_str, ground_truth, extra_info):
             await asyncio.sleep(0.01)
     if ground_truth == "sleep":
         await asyncio.sleep(3600)
+    if ground_truth == "main thread":
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if ground_truth == "one by one":
+        async with ONE:
+            await asyncio.sleep(0.01)
     return moody(data_source, solution_str, {"block": "hang"}.get(ground_truth, ground_truth))

@@ -21,7 +21,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quadriga.lazy import lazy_names
+from quadriga.observability.quiet import silence_imports
 
+silence_imports()
 if TYPE_CHECKING:
     from quadriga.models.folder import (
         check_model_folder as check_model_folder,

@@ -26,6 +26,7 @@ _ENVIRONMENT = {
     "GLOO_LOG_LEVEL": "ERROR",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
+_AT_IMPORT = dict.fromkeys(("torchao", "torch.utils._pytree"), logging.ERROR)
 _LOGGERS = {
     "transformers": logging.ERROR,
     "huggingface_hub": logging.ERROR,
@@ -33,11 +34,16 @@ _LOGGERS = {
     "matplotlib": logging.ERROR,
     "mlflow": logging.WARNING,
     "torch.distributed": logging.ERROR,
-    "torch.utils._pytree": logging.ERROR,
-    "torchao": logging.ERROR,  # transformers imports it, and it tells which kernels it has not
+    **_AT_IMPORT,
     "absl": logging.ERROR,
     "tensorboard": logging.ERROR,
 }
+
+
+def silence_imports() -> None:
+    """Silence what transformers imports: torchao tells which of its kernels it cannot load."""
+    for name, level in _AT_IMPORT.items():
+        logging.getLogger(name).setLevel(level)
 
 
 def silence_libraries() -> None:

@@ -17,13 +17,15 @@ an outcome is sent between processes as JSON: reading it runs no code.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import hashlib
 import importlib
 import inspect
 import numbers
 import re
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, Literal, cast
@@ -217,7 +219,7 @@ def form_of(function: RewardFunction, name: str) -> CallForm:
     if not callable(function):
         got = type(function).__name__
         raise InputError(f"reward {name} must be a function, got {got}: {function!r:.80}")
-    waits = inspect.iscoroutinefunction(function)
+    waits = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
     try:
         signature = inspect.signature(function)
     except ValueError:  # some callables written in C have no signature
@@ -310,7 +312,7 @@ def call(function: RewardFunction, sample: Sample) -> Outcome:
         return Outcome(RAISED, detail=describe(error))
 
 
-def call_at_once(
+async def call_at_once(
     function: RewardFunction, samples: Sequence[Sample], timeout_s: float
 ) -> list[Outcome]:
     """Score samples with a coroutine function, all at once, each with the deadline."""
@@ -322,14 +324,33 @@ def call_at_once(
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # code of the user, as in `call`
-            if limit.expired():
-                return Outcome(TIMED_OUT, detail=f"exceeded its deadline of {timeout_s:g} s")
-            return Outcome(RAISED, detail=describe(error))
+            return _late(timeout_s) if limit.expired() else Outcome(RAISED, detail=describe(error))
 
-    async def each() -> list[Outcome]:
-        return await asyncio.gather(*map(one, samples))
+    return await asyncio.gather(*map(one, samples))
 
-    return asyncio.run(each())
+
+def call_in_threads(
+    function: RewardFunction, samples: Sequence[Sample], timeout_s: float
+) -> list[Outcome]:
+    """Score samples with a coroutine function that blocks, each in a thread. The threads of samples
+    that exceed the deadline are left. A sample that raises is scored again in this thread, because
+    some libraries work in the main thread only."""
+
+    def alone(sample: Sample) -> Outcome:
+        return asyncio.run(call_at_once(function, [sample], timeout_s))[0]
+
+    threads = ThreadPoolExecutor(len(samples))
+    calls = [threads.submit(alone, sample) for sample in samples]
+    wait(calls, timeout_s)
+    found = [done.result() if done.done() else _late(timeout_s) for done in calls]
+    return [
+        alone(sample) if outcome.status == RAISED else outcome
+        for sample, outcome in zip(samples, found, strict=True)
+    ]
+
+
+def _late(timeout_s: float) -> Outcome:
+    return Outcome(TIMED_OUT, detail=f"exceeded its deadline of {timeout_s:g} s")
 
 
 def _value(function: RewardFunction, sample: Sample) -> object:
@@ -378,18 +399,24 @@ def _scored(value: object) -> Outcome:
         return Outcome(RAISED, detail=describe(error))
 
 
+_LOOP, _LOOP_IS_FREE = asyncio.Runner(), threading.Lock()
+"""The event loop of all coroutines: locks and clients of the user's module belong to one."""
+atexit.register(_LOOP.close)
+
+
 def _awaited(value: Awaitable[object]) -> object:
     """Return the result of a function that is a coroutine."""
 
     async def wait() -> object:
         return await value
 
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(wait())
-    with ThreadPoolExecutor(1) as thread:  # as in a notebook, whose thread runs a loop
-        return thread.submit(asyncio.run, wait()).result()
+    with _LOOP_IS_FREE:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return _LOOP.run(wait())
+        with ThreadPoolExecutor(1) as thread:  # as in a notebook, whose thread runs a loop
+            return thread.submit(_LOOP.run, wait()).result()
 
 
 def _outcome(value: object) -> Outcome:

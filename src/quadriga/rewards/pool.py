@@ -2,10 +2,11 @@
 
 A process scores one sample at a time, so the pool knows which sample a hanging or dead process was
 scoring. It kills and replaces that process with everything that it has started, and other samples
-are not affected. Of a coroutine function, it scores up to `AT_ONCE` samples at once; if it hangs or
-dies then, they are scored again one by one. A `multiprocessing.Pool` cannot do this: it has no
-deadline per task, and a process that crashes breaks the pool. The processes run `pool_worker` as a
-program, so a script that creates a pool needs no `if __name__ == "__main__"` guard.
+are not affected. Of a coroutine function, it scores up to `AT_ONCE` samples at once. If it hangs
+then, they are scored again in a thread each; if it hangs in these or dies, one by one. A
+`multiprocessing.Pool` cannot do this: it has no deadline per task, and a process that crashes
+breaks the pool. The processes run `pool_worker` as a program, so a script that creates a pool needs
+no `if __name__ == "__main__"` guard.
 
 The messages between the pool and one process, and the deadline by which each must be received:
 
@@ -45,7 +46,7 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Pipe, wait
 
@@ -128,11 +129,11 @@ class RewardPool:
         # Numbers of this batch: 8 calls after 10 others have the numbers 10 … 17.
         calls = {next(self._numbers): rows for rows in self._calls(samples)}
         outcomes: dict[int, Outcome] = {}  # by the position of the sample
-        waiting = deque(calls)
+        waiting, in_threads = deque(calls), set[int]()
         attempts: Counter[int] = Counter()
         try:
             while len(outcomes) < len(samples):
-                self._hand_out(waiting, calls, samples)
+                self._hand_out(waiting, calls, in_threads, samples)
                 for process in self._ready():
                     number = process.number
                     found = process.finish(self.timeout_s)
@@ -141,9 +142,14 @@ class RewardPool:
                     rows, outcome = calls[number], found[0]
                     self._count_lost(process, samples[rows[0]], outcome)
                     if len(found) < len(rows):  # the process has failed: which sample is to blame?
-                        calls |= (alone := {next(self._numbers): [row] for row in rows})
-                        waiting.extendleft(alone)
+                        threads = outcome.status == TIMED_OUT and number not in in_threads
+                        parts = [rows] if threads else [[row] for row in rows]
+                        calls |= (again := {next(self._numbers): part for part in parts})
+                        in_threads |= again.keys() if threads else set()
+                        waiting.extendleft(again)
                         continue
+                    if number in in_threads and TIMED_OUT in {one.status for one in found}:
+                        process.kill()  # with the threads that still score
                     if outcome.status == CRASHED and (process.killed or not process.called):
                         # The reason is not of this sample: the system has killed the process (no
                         # memory is left), or it broke before it called the function, by a thread
@@ -193,7 +199,11 @@ class RewardPool:
             )
 
     def _hand_out(
-        self, waiting: deque[int], calls: Mapping[int, list[int]], samples: Sequence[Sample]
+        self,
+        waiting: deque[int],
+        calls: Mapping[int, list[int]],
+        in_threads: Set[int],
+        samples: Sequence[Sample],
     ) -> None:
         """Send waiting samples to idle processes, and start processes up to `num_processes`."""
         idle = [process for process in self._processes if not process.busy]
@@ -202,7 +212,8 @@ class RewardPool:
                 idle.append(PoolProcess(self.memory_gb))
                 self._processes.append(idle[-1])
             number = waiting.popleft()
-            idle.pop().give(number, [samples[row] for row in calls[number]], self.timeout_s)
+            given = [samples[row] for row in calls[number]]
+            idle.pop().give(number, given, self.timeout_s, number in in_threads)
 
     def _ready(self) -> list[PoolProcess]:
         """Wait for a message, the end of a process or a deadline; return these processes."""
@@ -292,7 +303,9 @@ class PoolProcess:
         code = self.popen.returncode
         raise WorkerDiedError(f"a process of {program} ended at its start, exit code {code}")
 
-    def give(self, number: int, samples: Sequence[Sample], timeout_s: float) -> None:
+    def give(
+        self, number: int, samples: Sequence[Sample], timeout_s: float, in_threads: bool
+    ) -> None:
         """Send samples of one function to this idle process."""
         self.number = number
         self.busy = True
@@ -306,7 +319,7 @@ class PoolProcess:
         self._sent.add(ref)
         with contextlib.suppress(OSError):
             # An error means that it ended while it was idle: `finish` reads the end of its pipe.
-            self.connection.send((number, sent, timeout_s))
+            self.connection.send((number, sent, timeout_s, in_threads))
 
     def finish(self, timeout_s: float) -> list[Outcome] | None:
         """Return the outcomes of the samples, or one if the process has failed; None while the

@@ -7,6 +7,7 @@ started. The folders, which the controller has in its `sys.path`, are searched l
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import math
@@ -36,6 +37,7 @@ from quadriga.rewards.functions import (
     RewardFunction,
     call,
     call_at_once,
+    call_in_threads,
 )
 from quadriga.rewards.pool import Report
 
@@ -47,16 +49,20 @@ def serve(connection: Connection) -> NoReturn:
     os.register_at_fork(after_in_child=connection.close)
     process = os.getpid()
     connection.send_bytes(Report(-1, process).encode())
+    # One event loop for all coroutines: locks and clients of the user's file belong to it.
+    loop = asyncio.Runner()
     while True:
-        number, samples, timeout_s = connection.recv()
+        number, samples, timeout_s, in_threads = connection.recv()
         function = _load(samples[0].function)
         if isinstance(function, Outcome):
             outcomes = [function] * len(samples)
         else:
             # From here on the deadline of the samples runs.
             connection.send_bytes(Report(number, process).encode())
-            if len(samples) > 1:
-                outcomes = call_at_once(function, samples, timeout_s)
+            if in_threads:
+                outcomes = call_in_threads(function, samples, timeout_s)
+            elif samples[0].function.form.waits:
+                outcomes = loop.run(call_at_once(function, samples, timeout_s))
             else:
                 outcomes = [call(function, samples[0])]
         if os.getpid() != process:  # the function has forked, and this is the copy
