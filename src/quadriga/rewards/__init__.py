@@ -5,6 +5,7 @@
     functions         which function scores a row, how a function of the user is loaded, and what a
                       call of it gives
     tensors           reward functions of a program that return the scores of a batch as a tensor
+    judges            models behind servers that score responses
     pool              `RewardPool`: processes in which each sample has a deadline
     pool_worker       the program of these processes, and what supervises it
     functions, mathematics, multiple_choice    the built-in rules
