@@ -6,26 +6,68 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quadriga.containment import import_file
+from quadriga.observability.jsonl import read_jsonl, read_samples
+from quadriga.rewards.judges import last_number
+from quadriga.trainer.main import run_training
+from quadriga.trainer.roles.registry import load_train_config
 
 FOLDER = Path(__file__).parents[2] / "examples" / "trainer"
 
 
 @pytest.fixture
-def reward_model(monkeypatch):
+def own_roles(monkeypatch):
     from quadriga.algorithms import user_files
     from quadriga.trainer.roles import registry
     from quadriga.trainer.roles.registry import _ROLES, Role
 
     monkeypatch.setattr(registry, "_ADDED", {})
     monkeypatch.setattr(user_files, "_LOADED", {})
-    module = import_file(FOLDER / "reward_model.py", "example")
     known = set(_ROLES)
-    yield module
+    yield
     for name in set(_ROLES) - known:
         del _ROLES[name]
         delattr(Role, name)
+
+
+@pytest.fixture
+def reward_model(own_roles):
+    return import_file(FOLDER / "reward_model.py", "example")
+
+
+def test_a_model_of_its_own_role_judges_the_responses(reward_model, tmp_path):
+    reward_model.make_task(tmp_path)
+    config = load_train_config([
+        f"algorithm.user_files=[{FOLDER / 'local_judge.py'}]", "trainer.backend=local",
+        f"judge.model_path={tmp_path}/policy", f"judge.policy_path={tmp_path}/policy",
+        "judge.prompt='{question}{response}'", "judge.max_tokens=16",
+        f"actor_rollout_ref.model.path={tmp_path}/policy", "algorithm.adv_estimator=grpo",
+        f"data.train_files=[{tmp_path / 'data' / 'train.parquet'}]",
+        "data.train_batch_size=8", "data.max_response_length=12", "actor_rollout_ref.rollout.n=2",
+        f"trainer.default_local_dir={tmp_path}/run", "trainer.samples_per_step=16",
+        "trainer.loggers=[jsonl]", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "trainer.total_training_steps=1",
+    ])  # fmt: skip
+    run_training(config)
+    samples = read_samples(tmp_path / "run/samples.jsonl")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "policy")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    expected = []
+    for sample in samples:  # one after the other, without padding
+        content = sample.prompt.removeprefix("user: ") + sample.response
+        chat = [{"role": "user", "content": content}]
+        given = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        ids = model.generate(**given, max_new_tokens=16, do_sample=False)[0]
+        new = ids[given["input_ids"].shape[1] :]
+        expected.append(last_number(tokenizer.decode(new, skip_special_tokens=True)))
+    assert [s.reward for s in samples] == [v or 0.0 for v in expected] and len(samples) == 16
+    *_, row = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert row["judge/score"] == pytest.approx(sum(v or 0.0 for v in expected) / 16)
+    assert row["judge/unread"] == expected.count(None) / 16 < 1
 
 
 @pytest.mark.nightly
