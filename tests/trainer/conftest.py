@@ -11,8 +11,22 @@ from run_cases import RULE, Task, metrics_of_run, two_steps
 
 from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
+from quadriga.trainer import record
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def pictures() -> None:
+    """The runs of a test draw their learning curve and write their report."""
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both take a third of the time of a run of two steps."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(record, "plot_learning_curve", lambda *_, **__: False)
+        monkeypatch.setattr(record, "write_report", lambda *_: None)
 
 
 @pytest.fixture(scope="session")

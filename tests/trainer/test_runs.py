@@ -18,7 +18,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 '''
 
 
-def test_a_run_writes_its_folder_and_a_model_that_generates(run, train_overrides, tmp_path) -> None:
+def test_a_run_writes_its_folder_and_a_model_that_generates(
+    run, train_overrides, tmp_path, pictures
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from quadriga.trainer.evaluation import run_generation
@@ -33,7 +35,8 @@ def test_a_run_writes_its_folder_and_a_model_that_generates(run, train_overrides
     assert {oct(path.stat().st_mode & 0o777) for path in files} == {oct(0o640)}
     assert any(path.name == "model.safetensors" for path in files)
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "learning_curve.png", "model"} <= {
+    pictures = {"learning_curve.png", "report.html"}
+    assert {"config.yaml", "metrics.jsonl", "samples.jsonl", "model"} | pictures <= {
         p.name for p in folder.iterdir()
     }
     assert list((folder / "tensorboard").iterdir())

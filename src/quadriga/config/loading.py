@@ -278,8 +278,7 @@ def read_settings_file(path: Path) -> dict[str, Plain]:
 def _values_of_text(text: str) -> object:
     """Return the values of a text in YAML. To plan a run, its file is read for each candidate."""
     _check_structure(text)
-    loaded = OmegaConf.create(OmegaConf.load(io.StringIO(text)))
-    return OmegaConf.to_container(loaded, resolve=False)
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
 
 
 def check_override(text: str, key: str) -> None:
@@ -448,20 +447,28 @@ _REMEMBERED = 16  # interpolations of one key that are kept, those of the latest
 
 
 def to_yaml(config: DataclassInstance) -> str:
-    """Return all settings as YAML, with secrets masked and interpolations unresolved.
+    """Return `written_settings` as YAML.
 
     `load_config(type(config), file=…)` reads it back and returns an equal object in the same
     environment, except for the masked values.
     """
+    return OmegaConf.to_yaml(OmegaConf.create(written_settings(config)))
+
+
+def written_settings(config: DataclassInstance) -> dict[str, Plain]:
+    """Return all settings, with secrets masked and interpolations unresolved."""
     values = _values_of(config)
     # A `${` of a text is no interpolation.
     plain = with_texts(mask_values(values), lambda text: text.replace("${", "\\${"))
-    written = OmegaConf.create(plain)
+    written: dict[str, Plain] = copy.deepcopy(plain)
     for key, pairs in _interpolated.items():
         for value, text in pairs:
             if _at(values, key) == value and _gives(value, text, plain, key):
-                OmegaConf.update(written, key, text)
-    return OmegaConf.to_yaml(written)
+                section, _, name = key.rpartition(".")
+                settings = _at(written, section) if section else written
+                assert isinstance(settings, dict)  # it holds `value`
+                settings[name] = text
+    return written
 
 
 def shown_settings(config: DataclassInstance) -> dict[str, Plain]:

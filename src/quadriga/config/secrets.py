@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from quadriga.errors import printable
@@ -68,7 +68,16 @@ def remember_secret(value: str) -> None:
 
 def mask_secrets(text: str) -> str:
     """Return a text without the values of secrets and without keys of known forms."""
-    for value in _secret_values():
+    return masker()(text)
+
+
+def masker() -> Callable[[str], str]:
+    """Return `mask_secrets` for many texts: the values of secrets are looked up once."""
+    return functools.partial(_masked, _secret_values())
+
+
+def _masked(values: tuple[str, ...], text: str) -> str:
+    for value in values:
         if value in text:
             text = text.replace(value, MASK)
     if any(mark in text for mark in _FORM_MARKS):
@@ -84,12 +93,16 @@ def shown(text: str) -> str:
 
 def mask_values(value: Any, name: str = "") -> Any:
     """Return plain values with every secret masked: texts in dicts and lists, by name and value."""
+    return _masked_values(value, name, masker())
+
+
+def _masked_values(value: Any, name: str, masked: Callable[[str], str]) -> Any:
     if isinstance(value, Mapping):
-        return {key: mask_values(item, f"{key}") for key, item in value.items()}
+        return {key: _masked_values(item, f"{key}", masked) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([mask_values(item, name) for item in value])
+        return type(value)([_masked_values(item, name, masked) for item in value])
     if isinstance(value, str):
-        return MASK if value and is_secret_name(name) else mask_secrets(value)
+        return MASK if value and is_secret_name(name) else masked(value)
     is_number = isinstance(value, int | float) and len(str(value)) >= MIN_LENGTH
     return MASK if is_number and is_secret_name(name) else value
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias, TypedDict
 
 from quadriga.config.convert import checked, field_types
 from quadriga.config.paths import local_path
-from quadriga.config.secrets import mask_secrets
+from quadriga.config.secrets import masker
 from quadriga.errors import ConfigError, DataError
 from quadriga.files import replacing, writing
 
@@ -44,7 +44,7 @@ class JsonlFile:
 
     def __init__(self, path: str | Path, *, masked: bool = True) -> None:
         self.path = Path(local_path(path))
-        self._masked = mask_secrets if masked else str
+        self._masked = masked
         with writing(self.path):
             self._fd = self._open()
             self._drop_torn_line()
@@ -54,7 +54,7 @@ class JsonlFile:
 
         NaN and infinities are written as "NaN", "Infinity", "-Infinity".
         """
-        value = json_value(row, self._masked)
+        value = json_value(row, masker() if self._masked else str)
         data = (json.dumps(value, ensure_ascii=False) + "\n").encode()
         with writing(self.path):
             if not self._is_at_path():

@@ -16,8 +16,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-import yaml
-
 from quadriga.checkpoint.files import digest_file, digest_json
 from quadriga.checkpoint.folders import (
     ControllerState,
@@ -33,7 +31,7 @@ from quadriga.checkpoint.remote import Uploads, fetch_newest
 from quadriga.checkpoint.snapshots import Snapshots
 from quadriga.checkpoint.writer import CheckpointWriter
 from quadriga.config.commands import RMConfig, SFTConfig
-from quadriga.config.loading import setting_leaves, to_yaml
+from quadriga.config.loading import setting_leaves, written_settings
 from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.stores import local_file
@@ -164,7 +162,7 @@ def inputs_of(config: AnyRun) -> dict[str, object]:
         "data.train_files": config.data.train_files,
         "data.val_files": config.data.val_files,
     }
-    found: dict[str, object] = dict(setting_leaves(yaml.safe_load(to_yaml(config))))
+    found: dict[str, object] = dict(setting_leaves(written_settings(config)))
     if isinstance(config, TrainConfig):
         models = {
             "actor_rollout_ref.model": config.actor_rollout_ref.model,

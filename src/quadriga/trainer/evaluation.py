@@ -30,13 +30,12 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
 from rich.table import Table
 
 from quadriga.checkpoint.files import digest_file, digest_json, read_json, write_json
 from quadriga.config.commands import EvalConfig, GenerateConfig, GenerationConfig
 from quadriga.config.convert import check_choice
-from quadriga.config.loading import setting_leaves, to_yaml
+from quadriga.config.loading import setting_leaves, to_yaml, written_settings
 from quadriga.config.paths import absolute_paths, local_path
 from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig
@@ -472,7 +471,7 @@ def inputs_of(config: GenerationConfig) -> Inputs:
     (`Rollout.not_reproduced`), and a file that is continued with other ranks then holds responses
     of both.
     """
-    settings = setting_leaves(yaml.safe_load(to_yaml(config)))
+    settings = setting_leaves(written_settings(config))
     left_out = (*_WITHOUT_EFFECT, *_OF_SCORES)
     kept: Inputs = {key: value for key, value in settings if not key.startswith(left_out)}
     model = config.model
