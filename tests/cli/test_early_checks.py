@@ -6,15 +6,16 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from quadriga.algorithms.advantages import ADVANTAGES
+from quadriga.algorithms import registry
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.trainer.checks.early import check_early, written_keys
+from quadriga.trainer.checks.early import check_early
 
 PROGRAM = """
 import sys
@@ -25,6 +26,7 @@ sys.exit(f"imported {heavy}" if heavy else code)
 """
 WITH = "data.train_files=[rows.jsonl]"
 MODEL = "model.path=model"
+RANKS = ["trainer.n_gpus_per_node=2", "data.train_batch_size=3"]
 MISTAKES = {
     "key": (["train", "data.sede=1"], "no setting data.sede; did you mean data.seed?"),
     "type": (["rm", "data.shuffle=3"], "data.shuffle must be true or false"),
@@ -41,11 +43,18 @@ MISTAKES = {
     "config": (["rm", WITH, "data.chosen_key=prompt", "data.rejected_key=answer", MODEL],
                "model/config.json has no model_type"),
     "reward": (["train", WITH, "reward.path=no.py"], "no.py does not exist"),
-    "parts": (["eval", "reward.parts={a: {path: no.py}}"], "no.py does not exist"),
+    "parts": (["eval", "data_files=[rows.jsonl]", "reward.parts={a: {path: no.py}}"],
+              "no.py does not exist"),
     "callbacks": (["sft", WITH, "data.messages_key=prompt", "trainer.callbacks=[no.py:Mine]"],
                   "trainer.callbacks: no such file: "),
     "responses": (["eval", "response_files=[rows.jsonl]"], "row 0: no 'responses'; found keys"),
     "generate": (["generate", "data_files=[rows.jsonl]", MODEL], "model/config.json has no model_"),
+    "batch": (["train", *RANKS], "data.train_batch_size=3 × rollout.n = 3 × 1 = 3 sequences do"),
+    "rows": (["sft", *RANKS], "data.train_batch_size=3 rows do not divide over 2 ranks"),
+    "group": (["train", "algorithm.adv_estimator=grpo"], "rollout.n=1 is too few, because"),
+    "greedy": (["generate", "n=2", "sampling.temperature=0"], "n=2 greedy responses"),
+    "eval": (["eval"], "data_files=[] and response_files=[]: set either"),
+    "tracker": (["rm", "trainer.loggers=[wandbb]"], "trainer.loggers 'wandbb'; known: console"),
     "search": (["settings", "lrr"], "no setting has lrr in name or meaning; did you mean lr?"),
 }  # fmt: skip
 
@@ -73,9 +82,14 @@ def test_a_mistake_is_told_before_heavy_imports(folder, name):
     assert sorted(os.listdir(folder)) == ["model", "rows.jsonl"]
 
 
-def test_the_names_of_algorithms_are_those_of_their_tables_and_files_may_add_some():
-    assert [*written_keys("advantages", "ADVANTAGES")] == [*ADVANTAGES]
-    assert [*written_keys("policy_losses", "POLICY_LOSSES")] == [*POLICY_LOSSES]
+def test_the_source_of_a_table_tells_what_the_table_tells_and_files_may_add_names(monkeypatch):
+    loaded = registry.table_parameters("advantages", "ADVANTAGES")
+    monkeypatch.setattr(registry, "sys", SimpleNamespace(modules={}))
+    written = registry.table_parameters("advantages", "ADVANTAGES")
+    assert {name: {*found} for name, found in written.items()} == {
+        name: {*found} for name, found in loaded.items()
+    }
+    assert [*registry.table_parameters("policy_losses", "POLICY_LOSSES")] == [*POLICY_LOSSES]
     own = ["algorithm.user_files=[mine.py]", "algorithm.adv_estimator=mine"]
     check_early(load_config(TrainConfig, own), complete=False)
 

@@ -7,9 +7,12 @@ cannot disagree with the function.
 
 from __future__ import annotations
 
+import ast
 import inspect
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 from quadriga.errors import (
@@ -59,6 +62,30 @@ def look_up(table: Mapping[Name, Found], name: Name, kind: str) -> Found:
     if name not in table:
         raise unknown_name(kind, name, table)
     return table[name]
+
+
+def table_parameters(module: str, table: str) -> dict[str, Collection[str]]:
+    """Return the name of each entry of a table → the parameters of its function.
+
+    The import of such a module takes seconds, because it imports torch. Before that its source is
+    read. Functions of other files have no parameters then.
+    """
+    loaded = sys.modules.get(f"quadriga.algorithms.{module}")
+    if loaded is not None:
+        entries = vars(loaded)[table].items()
+        return {name: (*entry.needs, *entry.settings) for name, entry in entries}
+    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    found, parameters = dict[str, Collection[str]](), dict[str, Collection[str]]()
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            parameters[node.name] = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == table:
+            assert isinstance(node.value, ast.Dict)
+            for key, entry in zip(node.value.keys, node.value.values, strict=True):
+                assert key is not None and isinstance(entry, ast.Call)
+                name = str(ast.literal_eval(key))
+                found[name] = parameters.get(ast.unparse(entry.args[0]), ())
+    return found
 
 
 def split_parameters(

@@ -47,11 +47,6 @@ if TYPE_CHECKING:
 MAX_LINE = 2000  # characters of the one line for wrong input
 LOST = 75  # EX_TEMPFAIL of sysexits.h
 _RESUMED = ("train", "sft", "rm")  # commands whose runs can be resumed
-_CHECKS = {
-    "train": "check_train_settings", "sft": "check_fine_tuning_settings",
-    "rm": "check_fine_tuning_settings", "generate": "check_generate_settings",
-}  # fmt: skip
-"""Command → the check of its settings against each other, which `--print-config` makes, too."""
 _TRAINER, _SHOW = "quadriga.trainer", "quadriga.cli.show"
 
 
@@ -149,8 +144,8 @@ class Invocation(argparse.Namespace):
 
         def call(config: DataclassInstance) -> None:
             if self.print_config:
-                if name in _CHECKS:
-                    imported(f"{_TRAINER}.checks.settings:{_CHECKS[name]}")(config)
+                if name == "train":  # with what the user's files add
+                    imported(f"{_TRAINER}.checks.settings:check_train_settings")(config)
                 print(to_yaml(config), end="")
             else:
                 imported(self.command.target)(config)

@@ -92,7 +92,7 @@ def show_training_plan(config: TrainConfig) -> None:
     from quadriga.trainer.checks.settings import check_train_settings, role_engines
     from quadriga.trainer.dataflow import StepPlan
     from quadriga.trainer.preflight import check_models_of_engines
-    from quadriga.trainer.roles.workers import needs_critic
+    from quadriga.trainer.roles.needs import needs_critic
 
     for path in config.algorithm.user_files:
         load_user_file(path)

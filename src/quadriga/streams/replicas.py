@@ -320,29 +320,6 @@ def are_replicas(config: TrainConfig, uses: Sequence[str]) -> bool:
     return has_replicas(config) and "rollout" in uses
 
 
-def elastic_problems(
-    key: str, rollout: RolloutEngineConfig, enabled: bool, backend: str, ranks: int
-) -> Iterator[tuple[str, str]]:
-    """Yield the key and the text of what keeps replicas from joining and leaving.
-
-    `ranks`: of the rollout at the start.
-    """
-    given, count = rollout.replicas, ranks // rollout_of(rollout).ranks_of_copy
-    if not given.elastic:
-        if given.min_count > 1 or given.max_count is not None:
-            yield f"{key}.elastic", "is false, so min_count and max_count have no effect; set it"
-    elif not enabled:
-        yield f"{key}.elastic", f"is for replicas; set {key}.enable=true"
-    elif backend == "local":
-        yield f"{key}.elastic", "needs nodes that join and leave; set trainer.backend=ray"
-    elif not given.min_count <= count <= (given.max_count or 2 * count):
-        most = given.max_count or 2 * count
-        yield (
-            f"{key}.elastic",
-            f"{count} replicas at the start are not in {given.min_count} … {most}",
-        )
-
-
 def start_replicas(
     settings: RolloutEngineConfig,
     backend: Backend,

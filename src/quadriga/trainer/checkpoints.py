@@ -48,8 +48,9 @@ from quadriga.models.folder import local_folder
 from quadriga.observability.callbacks import Callbacks, callback_file
 from quadriga.observability.run_folder import CHECKPOINTS
 from quadriga.trainer.restarts import Restarts
+from quadriga.trainer.roles.needs import needs_critic
 from quadriga.trainer.roles.registry import Role, added_roles
-from quadriga.trainer.roles.workers import needs_critic, saving_roles
+from quadriga.trainer.roles.workers import saving_roles
 
 if TYPE_CHECKING:
     from quadriga.data import PromptLoader

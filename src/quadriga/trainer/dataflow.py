@@ -38,13 +38,12 @@ from quadriga.parallel.balancing import Balance
 from quadriga.parallel.costs import TOKENS, CostModel
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
+from quadriga.trainer.roles.needs import needs_critic, reads_ref_log_prob
 from quadriga.trainer.roles.registry import PlacedStage, added_stages
 from quadriga.trainer.roles.workers import (
     corrects_mismatch,
-    needs_critic,
     normalises_weights,
     reads_old_log_probs,
-    reads_ref_log_prob,
     selects_tokens,
     takes_old_log_probs_from_update,
 )

@@ -21,16 +21,15 @@ from quadriga.engines import check_engine_folder
 from quadriga.errors import ConfigError, ModelError
 from quadriga.observability.callbacks import callback_file
 from quadriga.observability.run_folder import RunFolder
-from quadriga.observability.trackers import check_trackers
 from quadriga.rewards.manager import parts_of
 from quadriga.rollout import check_adapters, rollout_of
 from quadriga.trainer.checkpoints import AnyRun, read_resumed, seconds_left
 from quadriga.trainer.checks.data import check_images_supported
 from quadriga.trainer.checks.early import check_files, require_model_path
+from quadriga.trainer.checks.options import check_algorithm_options
 from quadriga.trainer.checks.settings import (
     Problems,
     RoleEngine,
-    check_algorithm_options,
     check_device,
     check_fine_tuning_engine,
     check_fine_tuning_settings,
@@ -127,7 +126,6 @@ def check_settings(config: TrainConfig) -> None:
     check_train_settings(config)
     check_device(config.trainer)
     check_engines(config)
-    check_trackers(config.trainer.loggers)
     check_algorithm_options(config)
 
 
@@ -163,7 +161,6 @@ def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
     check_models_of_engines([fine_tuning_engine(config)])
     if isinstance(config, SFTConfig):
         parts_of(config.reward)  # its files exist, and have the functions
-    check_trackers(config.trainer.loggers)
     check_run_folder(config)
 
 

@@ -31,15 +31,13 @@ from quadriga.streams.replicas import (
 )
 from quadriga.streams.timeline import Span, chrome_trace, recorded_spans
 from quadriga.trainer.checkpoints import check_states, unchanged_handlers
+from quadriga.trainer.roles.needs import CRITIC, REWARD_MODEL, reads_ref_log_prob
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role, added_roles
 from quadriga.trainer.roles.workers import (
-    CRITIC,
     INIT,
-    REWARD_MODEL,
     SAVE,
     has_method,
     pool_manager,
-    reads_ref_log_prob,
     start_order,
     use_gpu,
     uses_by_pool,

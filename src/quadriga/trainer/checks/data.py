@@ -30,7 +30,7 @@ from quadriga.models.limits import (
 from quadriga.protocol.fields import RAW_PROMPT
 from quadriga.rollout import REFERENCE, rollout_of
 from quadriga.trainer.checks.settings import Problems, refuse
-from quadriga.trainer.roles.workers import needs_critic, needs_reference, reads_ref_log_prob
+from quadriga.trainer.roles.needs import needs_critic, needs_reference, reads_ref_log_prob
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,17 +1,13 @@
 """What can be told of a run in a moment: checks that import neither torch, Ray nor transformers.
 
 They are a first look. The command repeats them with all that they leave out: names that code of
-the user can add, settings against each other, sizes and tokens of models, every row of the data.
+the user can add, engines and devices, sizes and tokens of models, every row of the data.
 """
 
 from __future__ import annotations
 
-import ast
-import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
-import quadriga.algorithms
 from quadriga.config.commands import (
     EvalConfig,
     GenerationConfig,
@@ -20,7 +16,7 @@ from quadriga.config.commands import (
     SFTConfig,
     SFTDataConfig,
 )
-from quadriga.config.convert import check_choice, check_values
+from quadriga.config.convert import check_values
 from quadriga.config.paths import PROGRAM, is_remote
 from quadriga.config.schema import ModelConfig, RewardConfig, TrainConfig
 from quadriga.config.stores import local_file
@@ -30,13 +26,14 @@ from quadriga.errors import DataError, ModelError
 from quadriga.models.folder import check_model_files
 from quadriga.observability.callbacks import callback_file
 from quadriga.rewards.functions import load_reward_function
+from quadriga.trainer.checks.settings import check_against_each_other
 
 AnyConfig = TrainConfig | SFTConfig | RMConfig | GenerationConfig
 
 
 def check_early(config: object, *, complete: bool = True) -> None:
-    """Check types and ranges, names of algorithms, files and folders, and the columns of the first
-    row of each file. No code that the settings name is run.
+    """Check types and ranges, files and folders, the columns of the first row of each file, and
+    settings against each other. No code that the settings name is run.
 
     Args:
         config: the settings of a command. Those of `quadriga data make` and the like have no files.
@@ -48,7 +45,8 @@ def check_early(config: object, *, complete: bool = True) -> None:
     if not isinstance(config, AnyConfig):
         return
     check_values(config)
-    _check_names(config)
+    if complete or not isinstance(config, EvalConfig):
+        check_against_each_other(config)
     trains = complete and not isinstance(config, GenerationConfig)
     for setting, files, columns in _data(config):
         check_files(files, setting, needed=trains and setting.endswith("train_files"))
@@ -62,34 +60,15 @@ def check_early(config: object, *, complete: bool = True) -> None:
     if not isinstance(config, GenerationConfig):
         callbacks = config.trainer.callbacks
         check_files((str(callback_file(one)) for one in callbacks), "trainer.callbacks")
+    _check_models(config, needed=trains)
+
+
+def _check_models(config: AnyConfig, *, needed: bool) -> None:
     for key, model, tokenizer in _models(config):
         if model.path and not is_remote(model.path):
             check_model_files(model.path, tokenizer=tokenizer and model.tokenizer_path is None)
-        elif trains:
+        elif needed:
             require_model_path(model.path, f"{key}.path")
-
-
-def _check_names(config: AnyConfig) -> None:
-    """Check the names of algorithms, unless a file or the program may have added some."""
-    if not isinstance(config, TrainConfig) or config.algorithm.user_files:
-        return
-    loss = config.actor_rollout_ref.actor.policy_loss.name
-    for module, table, key, name in (
-        ("advantages", "ADVANTAGES", "algorithm.adv_estimator", config.algorithm.adv_estimator),
-        ("policy_losses", "POLICY_LOSSES", "actor_rollout_ref.actor.policy_loss.name", loss),
-    ):
-        if f"quadriga.algorithms.{module}" not in sys.modules:
-            check_choice(key, name, sorted(written_keys(module, table)))
-
-
-def written_keys(module: str, table: str) -> Iterator[str]:
-    """Yield the keys of a table of `quadriga.algorithms` as its file has them: to import the file
-    takes seconds."""
-    file = Path(quadriga.algorithms.__path__[0]) / f"{module}.py"
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == table:
-            assert isinstance(node.value, ast.Dict)
-            yield from (ast.literal_eval(key) for key in node.value.keys if key is not None)
 
 
 def _data(config: AnyConfig) -> Iterator[tuple[str, list[str], list[str]]]:

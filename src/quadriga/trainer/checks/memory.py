@@ -56,12 +56,8 @@ from quadriga.parallel.device import compute_dtype, planned_device, ranks_are_el
 from quadriga.rollout import ROLLOUT_KEY, rollout_of
 from quadriga.rollout.memory import CONTEXT_BYTES, GenerationUse
 from quadriga.trainer.checks.settings import RoleEngine, fine_tuning_engine, role_engines
-from quadriga.trainer.roles.workers import (
-    needs_reference,
-    reads_ref_log_prob,
-    takes_old_log_probs_from_update,
-    uses_of_run,
-)
+from quadriga.trainer.roles.needs import needs_reference, reads_ref_log_prob, uses_of_run
+from quadriga.trainer.roles.workers import takes_old_log_probs_from_update
 from quadriga.workers.updates import entropy_use
 
 if TYPE_CHECKING:

@@ -9,17 +9,13 @@ the first problem, with key and value before the text: "rollout.n=1 is too few, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages, get_advantage
-from quadriga.algorithms.policy_losses import POLICY_LOSSES, compute_policy_loss, select_tokens
-from quadriga.algorithms.tensors import require_finite
+from quadriga.algorithms.registry import table_parameters
 from quadriga.config.commands import (
     EvalConfig,
     GenerateConfig,
@@ -42,11 +38,10 @@ from quadriga.config.role_ranks import (
 )
 from quadriga.config.schema import (
     AgentConfig,
-    AlgorithmConfig,
     EngineConfig,
     ModelConfig,
     OptimConfig,
-    PolicyLossConfig,
+    RolloutEngineConfig,
     RunConfig,
     SamplingConfig,
     TrainConfig,
@@ -54,11 +49,15 @@ from quadriga.config.schema import (
 from quadriga.engines import ENGINES, check_engine, kind_of
 from quadriga.errors import ConfigError
 from quadriga.observability.run_folder import STREAM
-from quadriga.parallel.device import planned_device
+from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS, rollout_of
-from quadriga.streams.replicas import elastic_problems
-from quadriga.trainer.roles.workers import critic_model, needs_critic, needs_reference, uses_of_run
-from quadriga.workers.updates import loss_settings, reads_zero_advantages
+from quadriga.trainer.roles.needs import (
+    critic_model,
+    estimator_inputs,
+    needs_critic,
+    needs_reference,
+    uses_of_run,
+)
 
 if TYPE_CHECKING:
     from quadriga.engines.base import HeadKind
@@ -170,6 +169,8 @@ def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
 
 
 def _check_engine(found: RoleEngine, trainer: RunConfig) -> None:
+    from quadriga.parallel.device import planned_device  # imports torch
+
     check_engine(
         found.key, found.engine, found.model, found.optim, device_type=planned_device(trainer),
         model_key=found.model_key,
@@ -314,12 +315,30 @@ def _unequal_degrees(engines: Sequence[RoleEngine]) -> Problems:
 # Commands.
 
 
+def check_against_each_other(config: Config) -> None:
+    """Raise `ConfigError` for the first invalid or conflicting setting of a command. Those of a run
+    whose files may add names and roles are not looked at."""
+    if isinstance(config, EvalConfig):
+        check_eval_settings(config)
+    elif isinstance(config, GenerateConfig):
+        check_generate_settings(config)
+    elif isinstance(config, SFTConfig | RMConfig):
+        check_fine_tuning_settings(config)
+    elif isinstance(config, TrainConfig) and not config.algorithm.user_files:
+        check_train_settings(config)
+
+
 def check_train_settings(config: TrainConfig) -> None:
     """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga train`."""
     check_values(config)
     policy, algorithm = config.actor_rollout_ref, config.algorithm
-    check_choice("algorithm.adv_estimator", algorithm.adv_estimator, sorted(ADVANTAGES))
-    check_choice(f"{ACTOR}.policy_loss.name", policy.actor.policy_loss.name, sorted(POLICY_LOSSES))
+    check_choice(
+        "algorithm.adv_estimator",
+        algorithm.adv_estimator,
+        sorted(table_parameters("advantages", "ADVANTAGES")),
+    )
+    losses = table_parameters("policy_losses", "POLICY_LOSSES")
+    check_choice(f"{ACTOR}.policy_loss.name", policy.actor.policy_loss.name, sorted(losses))
     check_choice(f"{ROLLOUT}.name", policy.rollout.name, sorted(ROLLOUTS))
     refuse(config, _placement(config))
     for found in role_engines(config):
@@ -332,6 +351,7 @@ def check_train_settings(config: TrainConfig) -> None:
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
+    check_trackers(config.trainer.loggers)
 
 
 def check_fine_tuning_settings(config: SFTConfig | RMConfig) -> None:
@@ -339,6 +359,7 @@ def check_fine_tuning_settings(config: SFTConfig | RMConfig) -> None:
     check_values(config)
     check_choice("engine.name", config.engine.name, sorted(ENGINES))
     refuse(config, _fine_tuning(config))
+    check_trackers(config.trainer.loggers)
 
 
 def check_generate_settings(config: GenerateConfig) -> None:
@@ -359,7 +380,7 @@ def check_eval_settings(config: EvalConfig) -> None:
 def _generation(config: GenerationConfig) -> Problems:
     rollout, backend, ranks = config.rollout, config.trainer.backend, config.trainer.ranks
     enabled = rollout.replicas.enable
-    yield from elastic_problems("rollout.replicas", rollout, enabled, backend, ranks)
+    yield from _elastic("rollout.replicas", rollout, enabled, backend, ranks)
     yield from _sampling("sampling", config.sampling, config.max_response_length)
     yield from _equal_samples("n", config.n, "sampling", config.sampling)
     yield from _not_trained("model", config.model)
@@ -417,7 +438,7 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
     else:
         ranks, enabled = num_ranks(config, "rollout"), has_replicas(config)
         key, backend = f"{ROLLOUT}.replicas", config.trainer.backend
-        yield from elastic_problems(key, rollout, enabled, backend, ranks or 0)
+        yield from _elastic(key, rollout, enabled, backend, ranks or 0)
     refused = {
         "trainer.backend=local": config.trainer.backend == "local",
         f"{ROLLOUT}.replicas.enable=true": rollout.replicas.enable,
@@ -430,6 +451,29 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
                 "needs one process group of all ranks, each in a process of its own that lives as "
                 f"long as the run, but {setting}; set it to auto",
             )
+
+
+def _elastic(
+    key: str, rollout: RolloutEngineConfig, enabled: bool, backend: str, ranks: int
+) -> Problems:
+    """Yield the key and the text of what keeps replicas from joining and leaving.
+
+    `ranks`: of the rollout at the start.
+    """
+    given, count = rollout.replicas, ranks // rollout_of(rollout).ranks_of_copy
+    if not given.elastic:
+        if given.min_count > 1 or given.max_count is not None:
+            yield f"{key}.elastic", "is false, so min_count and max_count have no effect; set it"
+    elif not enabled:
+        yield f"{key}.elastic", f"is for replicas; set {key}.enable=true"
+    elif backend == "local":
+        yield f"{key}.elastic", "needs nodes that join and leave; set trainer.backend=ray"
+    elif not given.min_count <= count <= (given.max_count or 2 * count):
+        most = given.max_count or 2 * count
+        yield (
+            f"{key}.elastic",
+            f"{count} replicas at the start are not in {given.min_count} … {most}",
+        )
 
 
 def _local_ranks(config: TrainConfig | SFTConfig | RMConfig, role: str) -> Problems:
@@ -481,7 +525,7 @@ def _responses(config: TrainConfig) -> Problems:
         equal = f"is greedy: all n={rollout.n} responses to a prompt would be equal"
         yield f"{ROLLOUT}.sampling.temperature", f"{equal}; set it above 0"
     estimator = config.algorithm.adv_estimator
-    if rollout.n == 1 and ADVANTAGES[estimator].needs_groups:
+    if rollout.n == 1 and "groups" in estimator_inputs(config):
         compares = f"algorithm.adv_estimator={estimator} compares the responses to one prompt"
         yield f"{ROLLOUT}.n", f"is too few, because {compares}; set it to 2 or more"
     if rollout.n == 1 and config.algorithm.filter_groups.enable:
@@ -551,8 +595,7 @@ def _old_log_probs(config: TrainConfig) -> Problems:
 
 def _algorithm(config: TrainConfig) -> Problems:
     algorithm, longest = config.algorithm, config.data.max_response_length
-    needs = ADVANTAGES[algorithm.adv_estimator].needs
-    if "reward_components_BK" in needs and not algorithm.reward_components:
+    if "reward_components_BK" in estimator_inputs(config) and not algorithm.reward_components:
         yield (
             "algorithm.reward_components",
             f"is read by algorithm.adv_estimator={algorithm.adv_estimator}: name the numbers that "
@@ -573,7 +616,11 @@ def _algorithm(config: TrainConfig) -> Problems:
 def _skipped_rows(config: TrainConfig) -> Problems:
     """Yield rows without an advantage that cannot be left out, although the settings insist."""
     actor = config.actor_rollout_ref.actor
-    if actor.skip_zero_advantages and (reason := reads_zero_advantages(actor)):
+    if not actor.skip_zero_advantages:
+        return
+    from quadriga.workers.updates import reads_zero_advantages  # imports torch
+
+    if reason := reads_zero_advantages(actor):
         yield (
             f"{ACTOR}.skip_zero_advantages",
             "cannot be kept, because rows whose advantages are all 0 have a gradient with "
@@ -710,90 +757,3 @@ def _ranks_in_words(config: TrainConfig | SFTConfig | RMConfig, role: str = "act
     if same == 1:
         return whole
     return f"{parts} data-parallel ranks = {whole} / {same} that compute the same rows"
-
-
-# Options of the policy loss and of the advantage estimator are arguments of a function, which may
-# be one of the user, so they have no types or ranges. The function is called with two responses.
-
-_TWO_RESPONSES = (2, 2)  # of two tokens
-
-
-def check_algorithm_options(config: TrainConfig) -> None:
-    """Check that the policy loss and the estimator take their options.
-
-    Raises:
-        ConfigError: names the options, and says what the function says.
-    """
-    loss, algorithm = config.actor_rollout_ref.actor.policy_loss, config.algorithm
-    key = "actor_rollout_ref.actor.policy_loss"
-    _check_options(key, f"{key}.name={loss.name}", loss, lambda: _call_loss(loss))
-    estimator = f"algorithm.adv_estimator={algorithm.adv_estimator}"
-    _check_options("algorithm", estimator, algorithm, lambda: _call_estimator(algorithm))
-
-
-def _check_options(
-    key: str, name: str, section: PolicyLossConfig | AlgorithmConfig, call: Callable[[], None]
-) -> None:
-    options = section.options
-    if not options:
-        return
-    for own in sorted(options.keys() & vars(section).keys()):  # one of the two has no effect
-        raise ConfigError(
-            f"{key}.options.{own}={as_written(options[own])} is a setting of its own; set "
-            f"{key}.{own}",
-            key=f"{key}.options.{own}",
-        )
-    try:
-        # Every comparison with NaN is false, so a function would take it.
-        for value in options.values():
-            for item in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(item, float) and math.isnan(item):
-                    raise ValueError("nan is no number")
-        call()
-    except Exception as error:  # anything that a function of the user may raise
-        given = ", ".join(f"{name}={as_written(value)}" for name, value in options.items())
-        text = f"{key}.options: {name} does not take {given}: {error}"
-        raise ConfigError(text, key=f"{key}.options") from error
-
-
-def _call_loss(loss: PolicyLossConfig) -> None:
-    old, advantages = torch.zeros(_TWO_RESPONSES), torch.tensor([[1.0, 1.0], [-1.0, -1.0]])
-    mask = torch.ones(_TWO_RESPONSES, dtype=torch.bool)
-    settings = loss_settings(loss)
-    selected = select_tokens(
-        loss.name, old_log_prob_BT=old, advantages_BT=advantages, response_mask_BT=mask, **settings
-    )
-    compute_policy_loss(
-        loss.name,
-        log_prob_BT=torch.zeros(_TWO_RESPONSES, requires_grad=True),
-        old_log_prob_BT=old,
-        advantages_BT=advantages,
-        response_mask_BT=mask,
-        rollout_log_prob_BT=old,
-        entropy_BT=torch.ones(_TWO_RESPONSES),
-        selected_BT=selected,
-        **settings,
-    )
-
-
-def _call_estimator(config: AlgorithmConfig) -> None:
-    needs = get_advantage(config.adv_estimator).needs
-    inputs = {
-        "values_BT": torch.zeros(_TWO_RESPONSES),
-        "reward_baselines_B": torch.zeros(2),
-        "reward_components_BK": torch.eye(2, max(len(config.reward_components), 1)),
-        "old_log_prob_BT": torch.zeros(_TWO_RESPONSES),
-    }
-    advantages, returns = compute_advantages(
-        config.adv_estimator,
-        token_level_rewards_BT=torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
-        response_mask_BT=torch.ones(_TWO_RESPONSES, dtype=torch.bool),
-        group_ids=["a", "a"],
-        **{name: tensor for name, tensor in inputs.items() if name in needs},
-        gamma=config.gamma,
-        lam=config.lam,
-        norm_adv_by_std=config.norm_adv_by_std,
-        whiten_advantages=config.whiten_advantages,
-        **config.options,
-    )
-    require_finite(advantages=advantages, returns=returns)

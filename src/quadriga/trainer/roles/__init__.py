@@ -4,7 +4,8 @@ in a file of `algorithm.user_files`.
     registry.py    `Role`, `ResourcePoolManager`: which role runs on which pool;
                    `register_role`, `RoleStage`: what an added role is, what it reads and writes;
                    `load_train_config`: settings with the sections of added roles
-    workers.py     which roles a run needs, their pools, worker classes and start order
+    needs.py       which roles a run needs
+    workers.py     their pools, worker classes and start order
 
 This package may import every package below `trainer`.
 """

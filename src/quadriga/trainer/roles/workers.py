@@ -27,10 +27,9 @@ from quadriga.algorithms.advantages import get_advantage
 from quadriga.algorithms.policy_losses import get_policy_loss
 from quadriga.algorithms.user_files import loaded_files
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.role_ranks import has_reward_model, role_pools
+from quadriga.config.role_ranks import role_pools
 from quadriga.config.schema import (
     CorrectionLevel,
-    ModelConfig,
     RolloutCorrectionConfig,
     RunConfig,
     TrainConfig,
@@ -40,6 +39,14 @@ from quadriga.errors import ConfigError
 from quadriga.parallel.control_groups import available_cpus
 from quadriga.single_controller import Backend, ClassWithInitArgs, Dispatch, Worker, WorkerGroup
 from quadriga.single_controller.worker import registered_methods
+from quadriga.trainer.roles.needs import (
+    CRITIC,
+    REWARD_MODEL,
+    critic_model,
+    needs_critic,
+    reads_ref_log_prob,
+    uses_of_run,
+)
 from quadriga.trainer.roles.registry import (
     AddedRole,
     ResourcePoolManager,
@@ -61,8 +68,6 @@ from quadriga.workers.roles import (
 )
 from quadriga.workers.runtime import RankRuntime, SavedWorker
 
-CRITIC = "critic"
-REWARD_MODEL = Role.RewardModel.key
 INIT, SAVE, LOAD = "init_model", "save_checkpoint", "load_checkpoint"
 _NO_BATCH = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
 """Dispatch modes whose methods return a list of results in place of one batch."""
@@ -81,45 +86,7 @@ POLICY_ROLES = frozenset(role for use in POLICY_USES for role in ROLES_OF_USE[us
 """The roles whose workers load the model of the policy."""
 
 
-# Which roles a run needs.
-
-
-def needs_critic(config: TrainConfig) -> bool:
-    """Return whether the advantage estimator reads values."""
-    return get_advantage(config.algorithm.adv_estimator).needs_values
-
-
-def reads_ref_log_prob(config: TrainConfig) -> bool:
-    """Return whether a stage reads the reference's log-probabilities of the sampled tokens."""
-    actor = config.actor_rollout_ref.actor
-    return config.algorithm.use_kl_in_reward or (actor.use_kl_loss and not actor.reads_full_kl)
-
-
-def needs_reference(config: TrainConfig) -> bool:
-    """Return whether the workers of the policy must hold the reference policy too."""
-    return config.algorithm.use_kl_in_reward or config.actor_rollout_ref.actor.use_kl_loss
-
-
-def uses_of_run(config: TrainConfig) -> tuple[str, ...]:
-    """Return what the run uses: actor and rollout, reference and critic if they are read, the
-    reward model if it is enabled, and the added roles."""
-    return (
-        "actor",
-        "rollout",
-        *(["ref"] if needs_reference(config) else []),
-        *([CRITIC] if needs_critic(config) else []),
-        *([REWARD_MODEL] if has_reward_model(config) else []),
-        *(added.key for added in added_roles(config)),
-    )
-
-
-def critic_model(config: TrainConfig) -> ModelConfig:
-    """Return the model of the critic: that of the actor, unless it has a path of its own.
-
-    What is trained of it is a setting of the critic in both cases.
-    """
-    own, policy = config.critic.model, config.actor_rollout_ref.model
-    return own if own.path else dataclasses.replace(policy, lora=own.lora, freeze=own.freeze)
+# What a run computes.
 
 
 def takes_old_log_probs_from_update(config: TrainConfig) -> bool:

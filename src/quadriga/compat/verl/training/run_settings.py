@@ -27,6 +27,7 @@ from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.preflight import check_train_config
+from quadriga.trainer.roles.needs import uses_of_run
 from quadriga.trainer.roles.registry import (
     AddedRole,
     ResourcePoolManager as QuadrigaPools,
@@ -35,7 +36,7 @@ from quadriga.trainer.roles.registry import (
     is_built_in,
     registered_for,
 )
-from quadriga.trainer.roles.workers import ROLES_OF_USE, use_gpu, uses_by_pool, uses_of_run
+from quadriga.trainer.roles.workers import ROLES_OF_USE, use_gpu, uses_by_pool
 
 C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
 

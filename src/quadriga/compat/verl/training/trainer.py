@@ -55,13 +55,13 @@ from quadriga.errors import ConfigError, DispatchError, nearest_name
 from quadriga.rewards.tensors import BatchFunction
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.ppo import RayPPOTrainer as QuadrigaTrainer
+from quadriga.trainer.roles.needs import needs_critic, needs_reference
 from quadriga.trainer.roles.registry import (
     ResourcePoolManager as QuadrigaPools,
     Role,
     register_again,
     registered_for,
 )
-from quadriga.trainer.roles.workers import needs_critic, needs_reference
 from quadriga.trainer.stages import BatchReward, ModelReward
 
 if TYPE_CHECKING:
