@@ -104,10 +104,3 @@ def test_pairs_of_scored_responses(tmp_path):
     assert [tuple(pair.values()) for pair in pairs] == [
         ("question 0", "a", "e"), ("question 0", "d", "c"), ("question 1", "g", "f"),
     ]  # fmt: skip
-
-
-@pytest.mark.nightly
-def test_a_text_game_is_learned():
-    game = import_file(FOLDER.parent / "agents" / "guess_number.py", "example")
-    scores = [row["val/score"] for row in game.main(40)]
-    assert max(scores[1:]) > scores[0] + 0.05

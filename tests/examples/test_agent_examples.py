@@ -1,0 +1,57 @@
+"""The examples in examples/agents."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from quadriga.agents.environments import Action, Done
+from quadriga.agents.tool_calls import Tool
+from quadriga.agents.turns import Turns
+from quadriga.containment import import_file
+from quadriga.models import train_tokenizer
+
+FOLDER = Path(__file__).parents[2] / "examples" / "agents"
+
+
+def example(name: str):
+    return import_file(FOLDER / f"{name}.py", "example")
+
+
+def test_the_warm_start_of_the_calculator_has_the_tokens_of_its_episodes():
+    calculator = example("calculator")
+    tokenizer = train_tokenizer([calculator.CALL % (123, 456), "789 * 10", "multiply a b"])
+    tokenizer.chat_template = calculator.TEMPLATE
+    tools = [Tool.of(calculator.multiply).schema]
+    turns, row = Turns(tokenizer, tools=tools), calculator.problem(random.Random(0))
+    question, call, _, answer = calculator.conversation(row, calls=True)["messages"]
+    environment = calculator.Environment()
+
+    async def played():
+        await environment.reset(row)
+        return [await environment.step(Action(m["content"], 1)) for m in (call, answer)]
+
+    observed, done = asyncio.run(played())
+    assert done == Done(1.0, {"tool_calls": 0.0, "tool_errors": 0.0})
+    written = tokenizer.encode(call["content"])
+    ids = turns.prompt_ids([question]) + written
+    ids += turns.following_ids(written, observed.messages) + tokenizer.encode(answer["content"])
+    whole = tokenizer.apply_chat_template(
+        calculator.conversation(row, calls=True)["messages"], tools=tools, tokenize=False
+    )
+    assert tokenizer.decode(ids) + "<|end|>" == whole
+
+
+@pytest.mark.nightly
+def test_a_tool_is_learned():
+    scores = [row["val/score"] for row in example("calculator").main(20)]
+    assert max(scores) > 0.4, "without the tool no answer is right"
+
+
+@pytest.mark.nightly
+def test_a_text_game_is_learned():
+    scores = [row["val/score"] for row in example("guess_number").main(40)]
+    assert max(scores[1:]) > scores[0] + 0.05
