@@ -40,8 +40,11 @@ class Environment:
 
 def environments(file: Path, episodes: int, turns: int) -> dict[str, float]:
     """Return the share of the limit that `episodes` sleeping environments reach."""
-    from quadriga.agents.environments import EnvironmentRef
+    from quadriga.agents.environments import Action, EnvironmentRef
     from quadriga.agents.pool import EpisodePool
+
+    def acts(count: int) -> list[Action]:
+        return [Action("a", turn) for turn in range(1, count + 1)]
 
     ref = EnvironmentRef(str(file), "Environment", {"seconds": 0.5}).loaded()
     pool = EpisodePool(ref, num_processes=2, timeout_s=60.0)
@@ -51,14 +54,14 @@ def environments(file: Path, episodes: int, turns: int) -> dict[str, float]:
         """Play the turns `first` … `last` - 1 of all episodes, and return the seconds."""
         began, done = time.perf_counter(), dict.fromkeys(range(episodes), first)
         for number in done:
-            pool.play(number, {}, ["a"] * first)
+            pool.play(number, {}, acts(first))
         while min(done.values()) < last:
             pool.wait(1.0)
             for answer in pool.answers():
                 assert answer.status == "observed", answer
                 done[answer.episode] += 1
                 if done[answer.episode] < last:
-                    pool.play(answer.episode, {}, ["a"] * done[answer.episode])
+                    pool.play(answer.episode, {}, acts(done[answer.episode]))
         return time.perf_counter() - began
 
     played(0, 2)  # `reset`, and the first turn

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from quadriga.agents import pool as pools
-from quadriga.agents.environments import EnvironmentRef
+from quadriga.agents.environments import Action, EnvironmentRef
 from quadriga.agents.pool import Answer, EpisodePool
 from quadriga.errors import ConfigError, DataError, InputError
 
@@ -32,6 +32,10 @@ def pool(monkeypatch):
         one.close()
 
 
+def acts(texts: list[str]) -> list[Action]:
+    return [Action(text, turn) for turn, text in enumerate(texts, 1)]
+
+
 def answers(pool: EpisodePool, count: int) -> dict[int, Answer]:
     found = {}
     until = time.monotonic() + 60
@@ -46,7 +50,7 @@ def answers(pool: EpisodePool, count: int) -> dict[int, Answer]:
 
 def play(pool: EpisodePool, *turns: str) -> dict[int, Answer]:
     for number, turn in enumerate(turns):
-        pool.play(number, {"name": f"row {number}"}, [turn])
+        pool.play(number, {"name": f"row {number}"}, acts([turn]))
     return answers(pool, len(turns))
 
 
@@ -55,14 +59,14 @@ def test_turns_are_answered(pool):
     own.play(7, {"name": "a"}, [])
     begun = Answer(7, "observed", [{"role": "user", "content": "hello"}])
     assert answers(own, 1) == {7: begun}
-    own.play(7, {"name": "a"}, ["one"])
+    own.play(7, {"name": "a"}, acts(["one"]))
     seen = [{"role": "user", "content": "a ['one']"}]
     assert answers(own, 1) == {7: Answer(7, "observed", seen, [0.5], {"seen": 1.0})}
-    own.play(7, {"name": "a"}, ["one", "done"])
+    own.play(7, {"name": "a"}, acts(["one", "done"]))
     assert answers(own, 1) == {7: Answer(7, "done", [], [1.0], {"turns": 2.0})}
     # Another pool, as after the end of the controller, plays all turns again.
     again = pool(greeting="hello")
-    again.play(7, {"name": "a"}, ["one", "done"])
+    again.play(7, {"name": "a"}, acts(["one", "done"]))
     rewards, metrics = [0.5, 1.0], {"seen": 1.0, "turns": 2.0}
     assert answers(again, 1) == {7: Answer(7, "done", [], rewards, metrics)}
 
@@ -119,7 +123,7 @@ def test_of_several_calls_the_one_that_blocks_is_found(pool):
     own = pool("Odd", processes=1, words=[], timeout_s=1.0)
     found = play(own, "slow", "slow", "block", "slow")
     assert [found[i].status for i in range(4)] == ["observed", "observed", "timed_out", "observed"]
-    own.play(0, {}, ["slow", "one"])
+    own.play(0, {}, acts(["slow", "one"]))
     assert answers(own, 1)[0].messages[0]["content"] == "fine"
 
 
@@ -136,7 +140,7 @@ def test_the_import_of_the_file_is_not_part_of_the_deadline(pool, tmp_path, monk
 
 def test_turns_that_are_played_again_have_a_deadline_each(pool):
     own = pool("Odd", words=[], timeout_s=1.0)
-    own.play(0, {}, ["slow"] * 5)  # 1.5 s
+    own.play(0, {}, acts(["slow"] * 5))  # 1.5 s
     assert answers(own, 1)[0].status == "observed"
 
 
@@ -144,7 +148,7 @@ def test_one_that_blocks_its_process_is_killed_and_the_others_go_on(pool):
     own = pool(processes=1)
     found = play(own, "one", "block", "sleep", "two")
     assert [found[i].status for i in range(4)] == ["observed", "timed_out", "observed", "observed"]
-    own.play(0, {"name": "row 0"}, ["one", "three"])
+    own.play(0, {"name": "row 0"}, acts(["one", "three"]))
     assert answers(own, 1)[0].messages[0]["content"] == "row 0 ['one', 'three']"
 
 
@@ -156,9 +160,9 @@ def test_a_method_that_is_no_coroutine_has_a_thread(pool):
 def test_an_environment_that_cannot_be_repeated_is_found(pool):
     own = pool(processes=1)
     play(own, "random", "one")
-    own.play(1, {"name": "row 1"}, ["one", "die"])
+    own.play(1, {"name": "row 1"}, acts(["one", "die"]))
     assert answers(own, 1)[1].status == "crashed"
-    own.play(0, {"name": "row 0"}, ["random", "one"])
+    own.play(0, {"name": "row 0"}, acts(["random", "one"]))
     (found,) = answers(own, 1).values()
     assert found.status == "raised" and "turn 1 has another answer than before" in found.detail
 
@@ -178,7 +182,7 @@ def test_both_sides_can_send_more_than_a_pipe_holds(pool):
 
 def test_an_episode_that_ended_is_dropped(pool):
     own = pool(processes=1)
-    own.play(0, {"name": "a"}, ["hang"])
+    own.play(0, {"name": "a"}, acts(["hang"]))
     own.end(0)
     assert not own.busy and own.answers() == []
     assert play(own, "one")[0].messages[0]["content"] == "row 0 ['one']"
@@ -191,7 +195,7 @@ def test_an_episode_that_ended_is_dropped(pool):
             "Environments",
             {},
             ConfigError,
-            "does not exist; classes with a method step: Environment",
+            "does not exist; classes with a method step and coroutine functions: Environment",
         ),
         ("NoStep", {}, ConfigError, r"has no method step\(self, action\)"),
         ("NoArgument", {}, ConfigError, r"step must take \(self, action\)"),

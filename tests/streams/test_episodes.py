@@ -29,8 +29,8 @@ class Pool:
     def __init__(self):
         self.played, self.waiting = [], []
 
-    def play(self, number, row, turns):
-        self.played.append(list(turns))
+    def play(self, number, row, turns, prompt):
+        self.played.append([action.text for action in turns])
         self.waiting.append(Answer(number, "observed", [], [0.5] * len(turns)))
 
     def answers(self):

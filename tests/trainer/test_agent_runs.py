@@ -320,3 +320,84 @@ def test_tools_are_in_the_prompt_and_their_results_in_the_episode(
         assert '"name": "add"' in tokenizer.decode(prompt[-length:])
         assert "<|tool|>7<|end|><|assistant|>" in tokenizer.decode(ids)
         assert scores.sum() == 1.0
+
+
+PROGRAM = """
+async def rollout(model, row):
+    chat = [{"role": "user", "content": "First."}]
+    chat += [await model.chat(chat), {"role": "user", "content": "Second."}]
+    await model.chat(chat)
+    third = await model.chat([{"role": "user", "content": "Third."}])
+    return len(third["content"]) % 3 - 1
+"""
+
+
+@pytest.mark.parametrize("more", [[], ["trainer.max_staleness=1", "algorithm.adv_estimator=gae"]])
+def test_the_contexts_of_a_function_are_trained_as_they_were_sampled(
+    train_overrides, game, batches, tmp_path, more
+):
+    (tmp_path / "game.py").write_text(PROGRAM)
+    config = load_config(
+        TrainConfig, [*train_overrides, *game, "agent.name=rollout", "agent.max_turn_tokens=5",
+                      "actor_rollout_ref.rollout.n=2", *more],
+    )  # fmt: skip
+    run_training(config)
+    turns = Turns(tokenizer_of(config.actor_rollout_ref.model))
+
+    def begins(text):
+        return turns.prompt_ids([{"role": "user", "content": text}])
+
+    rows = [*read_jsonl(Path(config.trainer.default_local_dir) / "metrics.jsonl")][1:]
+    assert rows[0]["mismatch/max"] < 1e-4 and all(row["agent/contexts"] == 2 for row in rows)
+    for batch in batches:
+        tensors = batch.batch
+        for prompt, ids, mask, contexts, positions in zip(
+            tensors[fields.PROMPTS], tensors[fields.RESPONSES], tensors[fields.RESPONSE_MASK],
+            tensors[fields.ATTENTION_MASK], tensors[fields.POSITION_IDS], strict=True,
+        ):  # fmt: skip
+            width = len(prompt)
+            (f1, l1), (f2, l2), (f3, l3) = turn_spans(mask)
+            assert contexts[:width].sum() == len(begins("First."))
+            assert prompt[contexts[:width] == 1].tolist() == begins("First.")
+            second = [{"role": "user", "content": "Second."}]
+            assert ids[l1:f2].tolist() == turns.following_ids(ids[f1:l1].tolist(), second)
+            assert ids[l2:f3].tolist() == begins("Third.")
+            numbers = contexts[width:]
+            assert (numbers[f1:l2] == 1).all() and (numbers[l2:l3] == 2).all()
+            assert positions[width + l2 : width + l3].tolist() == list(range(l3 - l2))
+
+
+TALK = """
+class Environment:
+    def reset(self, row): ...
+
+    def step(self, action):
+        from quadriga.agents.environments import Done
+        return Done(reward=len(action.text) % 3) if action.turn == 3 else "go on"
+"""
+MARKS = """
+{%- for m in messages -%}
+<|{{ m.role }}|>{{ "(before) " if m.role == "assistant" and not loop.last }}{{ m.content }}<|end|>
+{%- endfor -%}
+{%- if add_generation_prompt %}<|assistant|>{% endif -%}
+"""
+
+
+def test_a_template_that_writes_earlier_turns_in_another_way_begins_contexts(
+    train_overrides, game, batches, tmp_path
+):
+    (tmp_path / "game.py").write_text(TALK)
+    [model] = [s for s in train_overrides if s.startswith("actor_rollout_ref.model.path=")]
+    folder = shutil.copytree(model.partition("=")[2], tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = MARKS
+    tokenizer.save_pretrained(folder)
+    more = [f"actor_rollout_ref.model.path={folder}", "data.max_response_length=200"]
+    for number, history in enumerate(("template", "sampled")):
+        own = [f"agent.history={history}", f"trainer.default_local_dir={tmp_path / history}"]
+        run_training(load_config(TrainConfig, [*train_overrides, *game, *more, *own]))
+        [row, *_] = [*read_jsonl(tmp_path / history / "metrics.jsonl")][1:]
+        assert row["agent/rewritten_turns"] == 2 - 2 * number and row["mismatch/max"] < 1e-4
+    for ids in batches[0].batch[fields.RESPONSES]:
+        text = tokenizer.decode(ids)
+        assert text.count("<|assistant|>(before) ") == 3  # of one turn, and then of two

@@ -11,14 +11,17 @@
 
 An episode begins with the prompt of its data row. The policy writes a turn; `step` returns what it
 sees before its next turn, or that the episode has ended. Both methods may be coroutines. They run
-in processes of their own, where a method that is no coroutine has a thread.
+in processes of their own, where a method that is no coroutine has a thread. A method `close`, if
+there is one, is called when the episode is over.
+
+In place of a class, the file may have a function that plays a whole episode (`agents.program`).
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -32,7 +35,7 @@ MAX_CHARACTERS = 1 << 20
 """Of the messages of an observation."""
 LARGEST = 1e30
 """Reward or metric; sums of them are float32."""
-OWN_METRICS = ("raised", "timed_out", "crashed")
+OWN_METRICS = ("raised", "timed_out", "crashed", "contexts", "rewritten_turns")
 """Names below `agent/` that a run has itself."""
 
 
@@ -43,10 +46,14 @@ class Action:
     Attributes:
         text: with special tokens, without the token that ends the turn.
         turn: its number, from 1.
+        finished: the policy has ended it; otherwise it was cut at a limit.
+        tokens: (text, log-probability in nats) of each of its tokens.
     """
 
     text: str
     turn: int
+    finished: bool = True
+    tokens: Sequence[tuple[str, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -57,11 +64,14 @@ class Observation:
         messages: of a chat; a text is one message of the user.
         reward: of the turn before.
         metrics: numbers to log; the mean over episodes of their sums is shown.
+        new_context: the messages are a whole conversation, in place of all that the policy has
+            seen; they may have turns of the assistant.
     """
 
     messages: str | Sequence[Message]
     reward: float = 0.0
     metrics: Mapping[str, float] = field(default_factory=dict)
+    new_context: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,17 +94,24 @@ class Environment(Protocol):
         ...
 
 
+Played = Callable[..., Coroutine[Any, Any, object]]
+"""A coroutine function that plays an episode (`agents.program`)."""
+
+
 @dataclass(frozen=True)
 class EnvironmentRef:
-    """A class in a file of the user, which any process can load.
+    """A class or a function in a file of the user, which any process can load.
 
-    `content` is what the file had when the run loaded it.
+    Attributes:
+        content: what the file had when the run loaded it.
+        tool_format: in which the policy writes calls of tools, for a function.
     """
 
     path: str
     name: str
     options: Mapping[str, object] = field(default_factory=dict)
     content: bytes | None = field(default=None, repr=False)
+    tool_format: str | None = None
 
     def loaded(self) -> EnvironmentRef:
         """Load the class once, so that its errors appear before a run starts. Raises as `load`."""
@@ -105,8 +122,8 @@ class EnvironmentRef:
         ref.load()
         return ref
 
-    def load(self) -> type[Environment]:
-        """Return the class.
+    def load(self) -> type[Environment] | Played:
+        """Return the class or the function.
 
         Raises:
             DataError: there is no such file.
@@ -117,11 +134,21 @@ class EnvironmentRef:
         module = import_file(Path(self.path), "environment file", content=self.content)
         found = getattr(module, self.name, None)
         where = f"agent.name={self.name} of agent.path={self.path}"
+        if inspect.iscoroutinefunction(found):
+            if (problem := _unfit(found, None, None, **self.options)) is not None:
+                text = f"{where} must take (model, row) and agent.options={dict(self.options)}"
+                raise ConfigError(f"{text}: {problem}", key="agent.path")
+            return cast("Played", found)
         if not inspect.isclass(found):
-            own = [n for n, v in vars(module).items() if inspect.isclass(v) and hasattr(v, "step")]
-            what = "is no class" if found is not None else "does not exist"
+            own = [
+                name for name, value in vars(module).items()
+                if (inspect.isclass(value) and hasattr(value, "step"))
+                or (inspect.iscoroutinefunction(value) and value.__module__ == module.__name__)
+            ]  # fmt: skip
+            what = "does not exist" if found is None else "is no class and no coroutine function"
             raise ConfigError(
-                f"{where} {what}; classes with a method step: {', '.join(own) or 'none'}",
+                f"{where} {what}; classes with a method step and coroutine functions: "
+                f"{', '.join(own) or 'none'}",
                 key="agent.name",
             )
         for method, given in {"reset": "row", "step": "action"}.items():
@@ -181,10 +208,11 @@ def checked(returned: object, ends: bool) -> Observation | Done | None:
         raise InputError(f"a metric must have a name without / of its own, got {wrong[0]!r:.80}")
     if isinstance(found, Done):
         return Done(reward, metrics)
-    return Observation(_messages(found.messages), reward, metrics)
+    return replace(found, messages=_messages(found), reward=reward, metrics=metrics)
 
 
-def _messages(given: str | Sequence[Message]) -> list[Message]:
+def _messages(found: Observation) -> list[Message]:
+    given: object = found.messages
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
     messages = list(given) if isinstance(given, Iterable) else []
@@ -194,7 +222,8 @@ def _messages(given: str | Sequence[Message]) -> list[Message]:
             "an observation must be a text, or messages with a text as content each, got "
             f"{given!r:.80}"
         )
-    if any(m.get("role") in (None, "assistant") for m in messages):
+    others = (None,) if found.new_context else (None, "assistant")
+    if any(m.get("role") in others for m in messages):
         raise InputError("a message of an observation needs a role, and not that of the assistant")
     size = sum(len(str(text)) for text in texts)
     if size > MAX_CHARACTERS:

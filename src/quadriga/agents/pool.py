@@ -31,11 +31,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
-from quadriga.agents.environments import EnvironmentRef, Message
+from quadriga.agents.environments import Action, EnvironmentRef, Message
 from quadriga.rewards.pool import PoolProcess, kill_all
 
 Status = Literal["observed", "done", "raised", "timed_out", "crashed"]
@@ -47,14 +47,21 @@ MAX_BYTES = 1 << 22  # of an answer
 
 @dataclass(frozen=True)
 class Play:
-    """A call of an environment. `turns`: all turns of the episode, of which the last is new; none:
-    the episode begins."""
+    """A call of an environment.
+
+    Attributes:
+        prompt: the messages of the data row.
+        turns: all turns of the episode, of which the last is new; none: the episode begins.
+        tells_chat: the answer has its `chat`.
+    """
 
     episode: int
     environment: EnvironmentRef
     row: Mapping[str, object]
-    turns: Sequence[str]
+    prompt: Sequence[Message]
+    turns: Sequence[Action]
     timeout_s: float
+    tells_chat: bool
     # digests of observations: of `reset`, 0, and of turn 1, 2, …
     seen: Mapping[int, str] = field(default_factory=dict)
 
@@ -71,9 +78,14 @@ class Answer:
     """What an environment has answered.
 
     Attributes:
-        messages: what the policy sees next.
+        messages: what the policy sees next; of a new context the whole conversation.
         rewards: of the last turn; of all turns if they were played again.
         detail: of a failure.
+        new_context: see `Observation`.
+        chat: the conversation in this context, with the messages, if it is asked for.
+        tools: schemas that the template writes into a new context.
+        text: what a new context consists of, in place of messages.
+        max_tokens: of the next turn; 0: as the settings say.
     """
 
     episode: int
@@ -82,6 +94,11 @@ class Answer:
     rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     detail: str = ""
+    new_context: bool = False
+    chat: list[Message] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    max_tokens: int = 0
 
 
 READY = Answer(-1, "observed")
@@ -94,9 +111,10 @@ def encoded(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def digest(messages: Sequence[Message]) -> str:
-    """Return the digest of an observation."""
-    return hashlib.sha256(encoded(messages)).hexdigest()
+def digest(answer: Answer) -> str:
+    """Return the digest of what the policy sees next."""
+    seen = answer.messages, answer.new_context, answer.tools, answer.text
+    return hashlib.sha256(encoded(seen)).hexdigest()
 
 
 @dataclass(eq=False)
@@ -117,8 +135,9 @@ class _Host:
 @dataclass(eq=False)
 class _Episode:
     row: Mapping[str, object]
+    prompt: Sequence[Message]
     host: _Host | None = None
-    turns: Sequence[str] | None = None  # of the call in flight
+    turns: Sequence[Action] | None = None  # of the call in flight
     budget: float = 0.0  # seconds that its call may take
     deadline: float = math.inf
     seen: dict[int, str] = field(default_factory=dict)  # turn → digest of its answer
@@ -131,6 +150,7 @@ class EpisodePool:
         environment: its file has been loaded once.
         timeout_s: deadline of one call.
         memory_gb: GiB that a process can allocate; None: no limit.
+        tells_chat: answers have the whole conversation.
     """
 
     def __init__(
@@ -139,8 +159,10 @@ class EpisodePool:
         num_processes: int = 2,
         timeout_s: float = 60.0,
         memory_gb: float | None = None,
+        tells_chat: bool = False,
     ) -> None:
         self.environment = environment
+        self._tells_chat = tells_chat
         self.timeout_s = timeout_s
         self._memory_gb = memory_gb
         self._count = num_processes
@@ -157,12 +179,18 @@ class EpisodePool:
         episodes = list(self._episodes.values())  # another thread may add to them
         return bool(self._answers) or any(episode.turns is not None for episode in episodes)
 
-    def play(self, number: int, row: Mapping[str, object], turns: Sequence[str]) -> None:
+    def play(
+        self,
+        number: int,
+        row: Mapping[str, object],
+        turns: Sequence[Action],
+        prompt: Sequence[Message] = (),
+    ) -> None:
         """Call the environment of an episode with its newest turn, or begin it if there is none.
 
         An episode that the pool does not host is begun, and all its turns are played.
         """
-        episode = self._episodes.setdefault(number, _Episode(row))
+        episode = self._episodes.setdefault(number, _Episode(row, prompt))
         episode.turns = list(turns)
         self._send(number, episode)
 
@@ -221,8 +249,9 @@ class EpisodePool:
         host.episodes.add(number)
         episode.host = host
         ref = self.environment if new else replace(self.environment, content=None)
-        row, seen = (episode.row, episode.seen) if new else ({}, {})
-        play = Play(number, ref, row, episode.turns or [], self.timeout_s, seen)
+        about = (episode.row, episode.prompt) if new else ({}, ())
+        turns, seen = episode.turns or [], episode.seen if new else {}
+        play = Play(number, ref, *about, turns, self.timeout_s, self._tells_chat, seen)
         calls = len(play.turns) + 2 if new else 1  # also that of the class and of `reset`
         episode.budget = self.timeout_s * calls + _LATE_S
         start = 0.0 if host.ready else _START_S
@@ -257,7 +286,7 @@ class EpisodePool:
         if answer.status in FAILURES:
             self.end(answer.episode)
         else:
-            episode.seen[len(turns)] = digest(answer.messages)
+            episode.seen[len(turns)] = digest(answer)
             if host.alone:  # it was not to blame, and goes on in a shared process
                 self._kill(host)
                 episode.host = None

@@ -8,32 +8,36 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from quadriga.agents.environments import (
-    Action,
     Done,
     Environment,
+    EnvironmentRef,
     Message,
     Observation,
     checked,
 )
 from quadriga.agents.pool import MAX_BYTES, READY, Answer, End, Play, digest, encoded
+from quadriga.agents.program import Program, Request
+from quadriga.agents.tool_calls import ToolFormat
 from quadriga.containment import describe
 from quadriga.errors import InputError
 from quadriga.rewards.pool import Report
 from quadriga.rewards.pool_worker import run_program
 
+_log = logging.getLogger("quadriga")
 _THREADS = 1024  # calls of methods that are no coroutines, at once
 
 
@@ -42,9 +46,10 @@ class Host:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._found: dict[int, Environment] = {}
+        self._found: dict[int, _Hosted] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._class: type[Environment] | None = None
+        self._class: Callable[..., Environment] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
         # A thread sends, so that this process also reads while the pool sends.
         self._answers: SimpleQueue[bytes] = SimpleQueue()
@@ -64,9 +69,11 @@ class Host:
             self._ended.set()
             return
         if isinstance(message, End):
-            self._found.pop(message.episode, None)
             if (task := self._tasks.pop(message.episode, None)) is not None:
                 task.cancel()
+            if (own := self._found.pop(message.episode, None)) is not None:
+                self._closing.add(closing := asyncio.create_task(own.close()))
+                closing.add_done_callback(self._closing.discard)
         else:
             self._tasks[message.episode] = asyncio.create_task(self._play(message))
 
@@ -75,7 +82,7 @@ class Host:
         try:
             # The import of the file is not part of the deadline of a call.
             if self._class is None:
-                self._class = play.environment.load()
+                self._class = _class_of(play.environment)
                 self._answers.put(encoded(asdict(READY)))
             message = encoded(asdict(await self._answered(play, self._class)))
             if len(message) > MAX_BYTES:
@@ -98,40 +105,75 @@ class Host:
             while True:
                 self._connection.send_bytes(self._answers.get())
 
-    async def _answered(self, play: Play, kind: type[Environment]) -> Answer:
+    async def _answered(self, play: Play, kind: Callable[..., Environment]) -> Answer:
         """Begin the episode, if this process does not have it, play its turns, and return the
         answer to the last one."""
-        environment, call = self._found.get(play.episode), partial(_call, play.timeout_s)
+        own, call = self._found.get(play.episode), partial(_call, play.timeout_s)
         turns, rewards, metrics = play.turns[-1:], list[float](), defaultdict[str, float](float)
-        found: Observation | Done | None = None
-        if environment is None:
+        answer = Answer(play.episode, "observed")
+        if own is None:
             turns = play.turns
-            environment = await call(partial(kind, **play.environment.options))
-            self._found[play.episode] = environment
-            found = checked(await call(environment.reset, dict(play.row)), ends=False)
-            _compare(found, play, 0)
-        for turn, text in enumerate(turns, len(play.turns) - len(turns) + 1):
-            found = checked(await call(environment.step, Action(text, turn)), ends=True)
-            _compare(found, play, turn)
+            own = _Hosted(await call(partial(kind, **play.environment.options)), [*play.prompt])
+            self._found[play.episode] = own
+            found = checked(await call(own.environment.reset, dict(play.row)), ends=False)
+            answer = own.answer(play, found)
+            _compare(answer, play, 0)
+        for action in turns:
+            found = checked(await call(own.environment.step, action), ends=True)
+            own.chat.append({"role": "assistant", "content": action.text})
+            answer = own.answer(play, found)
+            _compare(answer, play, action.turn)
             assert found is not None
             rewards.append(found.reward)
             for name, value in found.metrics.items():
                 metrics[name] += value
-        if isinstance(found, Done):
-            return Answer(play.episode, "done", [], rewards, dict(metrics))
-        return Answer(play.episode, "observed", _messages(found), rewards, dict(metrics))
+        return replace(answer, rewards=rewards, metrics=dict(metrics))
 
 
-def _messages(found: Observation | Done | None) -> list[Message]:
-    if not isinstance(found, Observation) or isinstance(found.messages, str):
-        return []
-    return [dict(message) for message in found.messages]
+def _class_of(ref: EnvironmentRef) -> Callable[..., Environment]:
+    """Return what makes an environment. Raises as `EnvironmentRef.load`."""
+    loaded = ref.load()
+    if isinstance(loaded, type):
+        return loaded
+    tool_format = cast("ToolFormat | None", ref.tool_format)
+    return cast("Callable[..., Environment]", partial(Program, loaded, tool_format))
 
 
-def _compare(found: Observation | Done | None, play: Play, turn: int) -> None:
+@dataclass
+class _Hosted:
+    """An environment, and the conversation in the context of its policy."""
+
+    environment: Environment
+    chat: list[Message]
+
+    def answer(self, play: Play, found: Observation | Done | None) -> Answer:
+        """Return what the policy sees next."""
+        if not isinstance(found, Observation):
+            return Answer(play.episode, "observed" if found is None else "done")
+        assert not isinstance(found.messages, str)  # see `checked`
+        messages = [dict(message) for message in found.messages]
+        self.chat = [*([] if found.new_context else self.chat), *messages]
+        answer = Answer(play.episode, "observed", messages, new_context=found.new_context)
+        if isinstance(found, Request):
+            self.chat = list(found.chat)
+            answer = replace(
+                answer, tools=found.tools, text=found.text, max_tokens=found.max_tokens
+            )
+        return replace(answer, chat=self.chat) if play.tells_chat else answer
+
+    async def close(self) -> None:
+        """Call the method `close` of the environment, if it has one."""
+        close = getattr(self.environment, "close", None)
+        try:
+            if callable(close):
+                await _returned(close)
+        except BaseException as error:  # code of the user may raise anything
+            _log.warning("close of an environment has failed: %s", describe(error))
+
+
+def _compare(answer: Answer, play: Play, turn: int) -> None:
     """Raise `InputError` if a turn that is played again has another answer than before."""
-    ended = isinstance(found, Done) and turn < len(play.turns)
-    own = digest(_messages(found))
+    ended, own = answer.status == "done" and turn < len(play.turns), digest(answer)
     if ended or own != play.seen.get(turn, own):
         raise InputError(
             f"the episode was begun again, and turn {turn} has another answer than before; draw "

@@ -179,6 +179,10 @@ def with_tools(
     if not code_runs():
         return ref, []
     found = ref.load()
+    if not inspect.isclass(found):  # a function
+        with suppress(ConfigError):  # a request with tools is refused then
+            ref = replace(ref, tool_format=find_format())
+        return ref, []
     if not issubclass(found, ToolEnvironment):
         return ref, []
     if inspect.isabstract(found):

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
+from quadriga.agents.environments import Message
 from quadriga.config.convert import with_texts
 from quadriga.data.chat import (
     NO_ARGUMENTS,
@@ -45,9 +46,6 @@ from quadriga.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
-"""A message of a chat: `role` and `content`, of a tool also its `name`."""
 
 MARKER = "qzmarkerzq"
 QUESTION: Message = {"role": "user", "content": "qzquestionzq"}
@@ -97,6 +95,8 @@ class Turns:
     ) -> None:
         self._tokenizer = tokenizer
         self._arguments = dict(chat_template_kwargs)
+        self._given = chat_template_kwargs
+        self._of_tools: dict[str, Turns] = {}
         self._neutral = neutraliser(tokenizer)
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | set(
@@ -111,6 +111,23 @@ class Turns:
             borders.append(self._border([_RESULT]))
         ends = {end for border in borders for end in border.ends if end}
         self.end_ids = frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(sorted(ends))))
+
+    def with_tools(self, tools: Sequence[Mapping[str, object]]) -> Turns:
+        """Return the same with the tools of a request. Raises `ConfigError` as `Turns`."""
+        if not tools:
+            return self
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._of_tools:
+            if len(self._of_tools) >= _MOST_ALONE:
+                self._of_tools.clear()
+            self._of_tools[key] = Turns(self._tokenizer, self._given, tools)
+        return self._of_tools[key]
+
+    def context_ids(self, messages: Sequence[Message], text: str = "") -> list[int]:
+        """Return the tokens that begin a context: of a text, or as `prompt_ids`."""
+        if text:
+            return list(self._tokenizer(text)["input_ids"])
+        return self.prompt_ids(messages)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a prompt, up to where the policy writes.
@@ -146,23 +163,24 @@ class Turns:
         ended = len(sampled_ids) > 0 and sampled_ids[-1] in ends
         return str(self._tokenizer.decode(list(sampled_ids[: len(sampled_ids) - ended])))
 
-    def rewrites(self, messages: Sequence[Message]) -> bool:
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token."""
+        return self._tokenizer.batch_decode([[token] for token in ids])
+
+    def rewrites(self, messages: Sequence[Message], turns: Sequence[str]) -> bool:
         """Return whether the template writes a conversation in another way than the episode has it.
 
         Args:
-            messages: the whole conversation. The content of a message of the assistant is the text
-                that the policy has sampled.
+            messages: the whole conversation, with messages behind its last turn.
+            turns: texts that the policy has sampled for the last turns of the assistant in it.
         """
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        while turns and turns[-1] == len(messages) - 1:  # nothing follows that could rewrite it
-            messages, turns = messages[:-1], turns[:-1]
-        if not turns:
-            return False
+        own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        own = own[len(own) - len(turns) :]
         try:
-            written = self._text(messages[: turns[0]])
-            for turn, following in zip(turns, [*turns[1:], len(messages)], strict=True):
+            written = self._text(messages[: own[0]])
+            for turn, text, following in zip(own, turns, [*own[1:], len(messages)], strict=True):
                 border = self._border(messages[turn + 1 : following])
-                written += str(messages[turn]["content"]) + border.ends[1] + border.text
+                written += text + border.ends[1] + border.text
             return written != self._text(messages)
         except ModelError:  # it refuses a turn as the policy has written it
             return True

@@ -74,6 +74,7 @@ ProfileTool = Literal["torch", "nsys", "memory"]
 CorrectionMode = Literal["truncate", "mask"]
 SpecialTokens = Literal["keep", "neutralise", "refuse"]
 FailurePolicy = Literal["zero", "mask", "fail"]
+EpisodeHistory = Literal["sampled", "template"]
 AlarmAction = Literal["warn", "fail"]
 UpdateMode = Literal["pause", "drain", "in_flight"]
 LossTurns = Literal["all", "last"]
@@ -431,16 +432,19 @@ class RewardConfig(PathSettings):
 class AgentConfig(PathSettings):
     """Episodes of several turns: an environment answers each turn of the policy.
 
-    `path` and `name` select a class in a Python file of the user (`agents.environments`). Its
-    rewards score the episodes, in place of `reward`.
+    `path` and `name` select a class in a Python file of the user (`agents.environments`), or a
+    coroutine function (`agents.program`). Its rewards score the episodes, in place of `reward`.
     """
 
     PATHS = ("path",)
 
     path: str | None = None  # None: a response is one turn
-    name: str = "Environment"  # class in the file `path`
-    options: Options = field(default_factory=dict)  # arguments of the class
+    name: str = "Environment"  # class or coroutine function in the file `path`
+    options: Options = field(default_factory=dict)  # arguments of it
     reset_tokens: Natural = 0  # the most tokens that `reset` adds to a prompt
+    # sampled: earlier turns stay as the policy has sampled them. template: where the chat template
+    # would write them in another way, the row begins a context with the text of the template
+    history: EpisodeHistory = "sampled"
     max_turns: Count = 8  # after so many turns of the policy an episode ends
     # a turn with so many tokens has ended, rounded up to rollout.slice_tokens; None: only
     # data.max_response_length bounds it, which holds all turns and observations

@@ -145,7 +145,8 @@ FIELDS: tuple[Field, ...] = (
           "version of the weights that generated, of the oldest token", (_GENERATE,)),
     Field(TOKEN_VERSIONS, "[B, R]", "int64",
           "version of the weights that sampled each token, -2 at tokens of an environment, -3 at "
-          "the first of a context, 0 at padding; written where responses are continued",
+          "the first of a context, -4 if the template rewrites it, 0 at padding; written where "
+          "responses are continued",
           (_GENERATE,)),
     Field(TURN_REWARDS, "[B, R]", "float32",
           "rewards of an environment, each at the last token of its turn; 0 elsewhere",

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from quadriga.agents.environments import Message
+from quadriga.agents.environments import Action
 from quadriga.agents.pool import FAILURES, Answer, EpisodePool
 from quadriga.agents.turns import Turns
 from quadriga.errors import InputError, QuadrigaError
@@ -34,7 +34,7 @@ from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
 from quadriga.streams.queue import PromptGroup
 from quadriga.workers.actor_rollout_ref import known_tokens
-from quadriga.workers.method_fields import BEGUN_RESPONSES, OBSERVED
+from quadriga.workers.method_fields import BEGUN_RESPONSES, CONTEXT, OBSERVED, REWRITTEN
 
 Rows = npt.NDArray[np.int64]
 
@@ -65,6 +65,7 @@ class _Episode:
     Attributes:
         results: the fields of the row after its last call; None: `reset` has not answered.
         waits: whether its environment must answer before the row goes on.
+        turns: that its environment has, or gets next.
         failure: the last answer of an environment that has failed.
         times: of the turns that its environment has answered here: number, seconds until the turn
             was written and until it was answered, and the roles of the observation.
@@ -75,6 +76,7 @@ class _Episode:
     row: int
     results: DataProto | None = None
     waits: bool = True
+    turns: list[Action] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Answer | None = None
@@ -93,6 +95,9 @@ class Episodes:
         max_turns: after so many turns, an episode ends.
         max_turn_tokens: a turn with so many tokens has ended; None: only R bounds it.
         concurrency: the most rows at once.
+        tells_tokens: environments get the tokens of turns with their log-probabilities.
+        rewrites: a turn after which the template would write the conversation in another way than
+            the row has it begins a new context, with the text of the template.
     """
 
     pool: EpisodePool
@@ -101,6 +106,8 @@ class Episodes:
     max_turns: int
     max_turn_tokens: int | None
     concurrency: int
+    tells_tokens: bool = False
+    rewrites: bool = False
     _rows: dict[int, _Episode] = field(default_factory=dict, init=False)
     _numbers: dict[tuple[PromptGroup, int], int] = field(default_factory=dict, init=False)
     _begun: int = field(default=0, init=False)
@@ -125,8 +132,7 @@ class Episodes:
     def begin(self, group: PromptGroup) -> None:
         """Begin the episodes of a group."""
         for row in range(len(group.prompts)):
-            number, _ = self._open(group, row)
-            self.pool.play(number, _columns(group, row), [])
+            self._play(*self._open(group, row))
 
     def act(self, group: PromptGroup, rows: Rows, results: DataProto) -> None:
         """Give the turns that rows have written to their environments. `results`: the fields of
@@ -137,21 +143,21 @@ class Episodes:
             episode.results, episode.waits = results.select_idxs([place]), True
             now = time.monotonic()
             episode.policy_s, episode.since = now - episode.since, now
-            texts = [self.turns.text(ids) for ids in _turns(episode.results)]
-            if self._is_full(episode.results):  # without its last turn, which was cut
-                texts.pop()
-            if episode.failure is not None or len(texts) == len(episode.rewards):
+            self._add_turns(episode, episode.results)
+            if episode.failure is not None or len(episode.turns) == len(episode.rewards):
                 self._alone.append(number)
             else:
-                self.pool.play(number, _columns(group, row), texts)
+                self._play(number, episode)
 
-    def turn_ended(self, tokens: DataProto) -> npt.NDArray[np.bool_]:
+    def turn_ended(
+        self, group: PromptGroup, rows: Rows, tokens: DataProto
+    ) -> npt.NDArray[np.bool_]:
         """Return which rows have a turn that is as long as it may be, [B] bool."""
-        if self.max_turn_tokens is None:
-            return np.zeros(len(tokens), dtype=np.bool_)
-        lengths = np.array([len(_turns(tokens, i)[-1]) for i in range(len(tokens))])
-        found: npt.NDArray[np.bool_] = lengths >= self.max_turn_tokens
-        return found
+        ended = np.zeros(len(rows), dtype=np.bool_)
+        for place, row in enumerate(rows.tolist()):
+            most = group.max_tokens.get(row) or self.max_turn_tokens
+            ended[place] = most is not None and len(_turns(tokens, place)[-1]) >= most
+        return ended
 
     def wait(self, timeout: float) -> bool:
         """Wait for an answer, at most `timeout` seconds; return whether `collect` finds one."""
@@ -209,6 +215,26 @@ class Episodes:
         self._rows.clear()
         self._numbers.clear()
 
+    def _play(self, number: int, episode: _Episode) -> None:
+        """Send the turns of a row to its environment."""
+        group, row = episode.group, episode.row
+        chat = group.chats.get(row, group.prompts.non_tensor_batch[fields.RAW_PROMPT][row])
+        self.pool.play(number, _columns(group, row), episode.turns, chat)
+
+    def _add_turns(self, episode: _Episode, results: DataProto) -> None:
+        """Add the turns that the environment does not have, but for a last one that was cut at the
+        end of the row."""
+        ids = results.batch[fields.RESPONSES][0].tolist()
+        log_probs = results.batch[fields.ROLLOUT_LOG_PROBS][0].tolist()
+        spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
+        count, finished = len(spans) - self._is_full(results), int(results.batch[fields.FINISHED])
+        for turn, (first, last) in list(enumerate(spans[:count], 1))[len(episode.turns) :]:
+            own, tokens = ids[first:last], list[tuple[str, float]]()
+            if self.tells_tokens:
+                tokens = list(zip(self.turns.pieces(own), log_probs[first:last], strict=True))
+            text, ended = self.turns.text(own), turn < len(spans) or bool(finished)
+            episode.turns.append(Action(text, turn, ended, tokens))
+
     def _open(self, group: PromptGroup, row: int) -> tuple[int, _Episode]:
         """Return an episode, a new one for a row that a checkpoint had begun."""
         if (group, row) not in self._numbers:
@@ -231,15 +257,15 @@ class Episodes:
 
     def _answered(self, answer: Answer, episode: _Episode) -> Iterator[Paused]:
         """Let a row go on behind the answer of its environment, or end it."""
-        results, more = episode.results, list[int]()
+        results, more, marker = episode.results, list[int](), OBSERVED
         turns = [] if results is None else _turns(results)
         self._note(answer, episode, len(turns))
         full = results is not None and self._is_full(results)
         try:
             if results is None:
-                self._begin_prompt(episode, answer.messages)
+                self._begin_prompt(episode, answer)
             elif answer.status == "observed" and not full:
-                more = self.turns.following_ids(turns[-1], answer.messages)
+                more, marker = self._following(episode, answer)
         except QuadrigaError as error:  # what the template cannot write
             episode.failure = Answer(answer.episode, "raised", detail=str(error))
         if results is None:  # after a failure its first turn is written, and then it ends
@@ -260,7 +286,11 @@ class Episodes:
             place = slice(first, first + len(more))
             own[fields.RESPONSES][0, place] = torch.tensor(more)
             own[fields.TOKEN_VERSIONS][0, place] = OBSERVED
+            own[fields.TOKEN_VERSIONS][0, first] = marker
         episode.waits = False
+        episode.group.max_tokens.pop(episode.row, None)
+        if answer.max_tokens:
+            episode.group.max_tokens[episode.row] = answer.max_tokens
         first_row = np.zeros(1, dtype=np.int64)
         yield Paused(episode.group, first_row + episode.row, DataProto.from_dict(own), first_row)
 
@@ -280,18 +310,45 @@ class Episodes:
         if answer.status in FAILURES:
             episode.failure = answer
 
-    def _begin_prompt(self, episode: _Episode, messages: Sequence[Message]) -> None:
-        """Add what `reset` has returned to the prompt of a row.
+    def _following(self, episode: _Episode, answer: Answer) -> tuple[list[int], int]:
+        """Return the tokens behind the last turn of a row, and the version of the first of them.
+
+        Raises:
+            ModelError, ConfigError: the template cannot write them; see `Turns`.
+            InputError: a context begins in a row with images.
+        """
+        results = episode.results
+        assert results is not None
+        turns, marker = self.turns.with_tools(answer.tools), OBSERVED
+        if answer.new_context:
+            marker = CONTEXT
+        elif self.rewrites:
+            versions = results.batch[fields.TOKEN_VERSIONS][0].tolist()
+            begins = max((i for i, v in enumerate(versions) if v <= CONTEXT), default=-1)
+            spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
+            own = [a.text for a, (f, _) in zip(episode.turns, spans, strict=True) if f > begins]
+            marker = REWRITTEN if turns.rewrites(answer.chat, own) else OBSERVED
+        if marker == OBSERVED:
+            return turns.following_ids(_turns(results)[-1], answer.messages), marker
+        if fields.MULTI_MODAL_INPUTS in episode.group.prompts.non_tensor_batch:
+            raise InputError("a row with images cannot begin another context")
+        messages = answer.messages if marker == CONTEXT else answer.chat
+        return turns.context_ids(messages, answer.text), marker
+
+    def _begin_prompt(self, episode: _Episode, answer: Answer) -> None:
+        """Add what `reset` has returned to the prompt of a row, or put it in its place.
 
         Raises:
             InputError: it has more tokens than `agent.reset_tokens`.
         """
-        if not messages:
+        if not answer.messages:
             return
         prompts, row = episode.group.prompts, episode.row
         given = list(prompts.non_tensor_batch[fields.RAW_PROMPT][row])
-        chat: Any = [*episode.group.chats.setdefault(row, given), *messages]
-        ids, width = self.turns.prompt_ids(chat), prompts.batch[fields.INPUT_IDS].shape[1]
+        before = episode.group.chats.setdefault(row, given)
+        chat: Any = [*([] if answer.new_context else before), *answer.messages]
+        ids = self.turns.with_tools(answer.tools).context_ids(chat, answer.text)
+        width = prompts.batch[fields.INPUT_IDS].shape[1]
         if len(ids) > width:
             raise InputError(
                 f"the prompt has {len(ids)} tokens with what reset has returned, and space for "
@@ -314,13 +371,18 @@ class Episodes:
         """End a row with the rewards of its turns."""
         group, row, results = episode.group, episode.row, episode.results
         assert results is not None
-        rewards = torch.zeros(1, self.response_tokens)
+        rewards, versions = (
+            torch.zeros(1, self.response_tokens),
+            results.batch[fields.TOKEN_VERSIONS],
+        )
         spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
         for (_, last), reward in zip(spans, episode.rewards, strict=False):
             rewards[0, last - 1] = reward if episode.failure is None else 0.0
         about = {
             "status": status,
             "turns": len(spans),
+            "contexts": 1 + int((versions <= CONTEXT).sum()),
+            "rewritten_turns": int((versions == REWRITTEN).sum()),
             "times": episode.times,
             "metrics": episode.metrics,
             "detail": "" if episode.failure is None else episode.failure.detail,

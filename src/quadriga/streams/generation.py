@@ -347,7 +347,7 @@ class SlicedGeneration:
             own = np.arange(len(rows)) + first
             paused = paused_B[own]
             if self.episodes is not None:
-                paused &= ~self.episodes.turn_ended(tokens.select_idxs(own))
+                paused &= ~self.episodes.turn_ended(group, rows, tokens.select_idxs(own))
             if not paused.all():
                 ends = group.end if self.episodes is None else partial(self.episodes.act, group)
                 ends(rows[~paused], results.select_idxs(own[~paused]))

@@ -6,6 +6,7 @@ plays all episodes of a batch to their ends. Otherwise they are rows of the stre
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from quadriga.agents.tool_calls import call_format
 from quadriga.agents.tools import with_tools
 from quadriga.agents.turns import Turns
 from quadriga.config.schema import AgentConfig, TrainConfig
+from quadriga.containment import code_runs
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.episodes import Episodes, turn_spans
@@ -46,10 +48,15 @@ def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Ep
     ref = EnvironmentRef(agent.path, agent.name, agent.options)
     ref, tools = with_tools(ref, lambda: call_format(tokenizer))
     turns = Turns(tokenizer, data.chat_template_kwargs, tools)
-    pool = EpisodePool(ref.loaded(), agent.processes, agent.step_timeout_s, agent.process_memory_gb)
+    template = agent.history == "template"
+    pool = EpisodePool(
+        ref.loaded(), agent.processes, agent.step_timeout_s, agent.process_memory_gb, template
+    )
     return Episodes(
         pool, turns, data.max_response_length, agent.max_turns, agent.max_turn_tokens,
         agent.concurrency,
+        tells_tokens=code_runs() and not inspect.isclass(ref.load()),
+        rewrites=template,
     )  # fmt: skip
 
 
@@ -136,7 +143,9 @@ class EpisodeReward:
         # A mean over several calls needs the same metrics of all of them.
         self._names |= set(own)
         own |= dict.fromkeys(self._names - set(own), 0.0)
-        turns = [episode["turns"] for episode in episodes]
+        turns, most = [episode["turns"] for episode in episodes], max(1, len(episodes))
+        for name in ("contexts", "rewritten_turns"):
+            own[f"agent/{name}"] = sum(episode[name] for episode in episodes) / most
         self.masked_rows = failed if self.config.on_error == "mask" else []
         self.metrics = {
             **own,

@@ -35,6 +35,7 @@ class PromptGroup:
         batch: the rows with their responses, and scores once they are there; None before.
         answers: the rows that have ended, and their responses without scores.
         chats: the prompts of rows before their environments have added to them.
+        max_tokens: of the turns of rows whose environments limit them.
     """
 
     number: int
@@ -44,6 +45,7 @@ class PromptGroup:
     batch: DataProto | None = None
     answers: list[tuple[npt.NDArray[np.int64], DataProto]] = field(default_factory=list)
     chats: dict[int, list[Message]] = field(default_factory=dict)
+    max_tokens: dict[int, int] = field(default_factory=dict)
 
     def end(self, rows: npt.NDArray[np.int64], answers: DataProto) -> None:
         """Keep the responses of some rows, which have ended."""

@@ -7,8 +7,8 @@
                                                       ready.batch    groups that have their scores
 
 `meta_info` of a file has what the caller says of the run; "rows": the number of a group, the steps
-that had ended at its start, the numbers of its rows, and the number of their replica; and "chats":
-the prompts of rows before their environments have added to them.
+that had ended at its start, the numbers of its rows, and the number of their replica; and "chats"
+and "max_tokens" of groups.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def save_groups(
                 for g, some, _ in own
             ]
             chats = {str(g.number): [*map(list, g.chats.items())] for g in groups if g.chats}
-            batch.meta_info = {"rows": rows, "chats": chats, **about}
+            most = {str(g.number): [*map(list, g.max_tokens.items())] for g in groups}
+            batch.meta_info = {"rows": rows, "chats": chats, "max_tokens": most, **about}
             batch.save_to_disk(path := folder / name)
             files.append(SavedFile(name, path.stat().st_size, digest_file(path)))
     if groups and _PIXELS in groups[0].prompts.non_tensor_batch:
@@ -96,8 +97,10 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
                 found = {k.removeprefix(head): t for k, t in images.items() if k.startswith(head)}
                 own.non_tensor_batch[_PIXELS] = object_array([found] * len(own))
             if name == _PROMPTS:
-                chats = dict(meta["chats"].get(str(number), []))
-                queue.add([PromptGroup(number, own, started, chats=chats)])
+                chats, most = (
+                    dict(meta[key].get(str(number), [])) for key in ("chats", "max_tokens")
+                )
+                queue.add([PromptGroup(number, own, started, chats=chats, max_tokens=most)])
                 continue
             group = queue.groups[number]
             if name == _READY:

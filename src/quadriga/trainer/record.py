@@ -494,7 +494,7 @@ def spans_of_versions(batch: DataProto) -> list[list[tuple[int, int]]]:
 
 
 def _sampled(versions: Tensor) -> list[int]:
-    return [version for version in versions.tolist() if version != OBSERVED]
+    return [version for version in versions.tolist() if version > OBSERVED]
 
 
 def _turns(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> list[Turn]:
@@ -502,7 +502,7 @@ def _turns(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> li
     about, tensors = batch.non_tensor_batch[fields.EPISODE][row], batch.batch
     ids, versions = tensors[fields.RESPONSES][row], tensors[fields.TOKEN_VERSIONS][row]
     known = tensors[fields.ATTENTION_MASK][row, -len(ids) :].bool()
-    spans, found = turn_spans(known & (versions != OBSERVED)), list[Turn]()
+    spans, found = turn_spans(known & (versions > OBSERVED)), list[Turn]()
     times = {turn: (seconds, who) for turn, *seconds, who in about["times"]}
     for turn, (first, last) in enumerate(spans, 1):
         behind = spans[turn][0] if turn < len(spans) else int(known.sum())

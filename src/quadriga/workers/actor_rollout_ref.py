@@ -550,7 +550,7 @@ def known_tokens(response_mask: Tensor, token_versions: Tensor) -> Tensor:
 def context_numbers(response_mask: Tensor, token_versions: Tensor) -> Tensor:
     """Return [B, R] int64, the number of the context at the tokens of responses, from 1; 0 at
     padding."""
-    begun = (token_versions == CONTEXT).long().cumsum(1)
+    begun = (token_versions <= CONTEXT).long().cumsum(1)
     return known_tokens(response_mask, token_versions) * (begun + 1)
 
 

@@ -39,6 +39,9 @@ OBSERVED = -2
 Its mask is 0."""
 CONTEXT = -3
 """The same, and the token is the first one of a context: it sees no token before it."""
+REWRITTEN = -4
+"""The same, and the context begins because the chat template writes the earlier one in another
+way."""
 
 CONTINUE_SEQUENCES = replace(
     GENERATE_SEQUENCES,

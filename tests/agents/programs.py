@@ -1,0 +1,129 @@
+"""Functions that play whole episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+from quadriga.agents.environments import Done
+
+USER = {"role": "user"}
+
+
+async def talk(model, row):
+    """Three requests: the second one continues the first, the third one begins a context."""
+    chat = [USER | {"content": row["name"]}]
+    chat += [await model.chat(chat), USER | {"content": "more"}]
+    chat += [await model.chat(chat)]
+    other = await model.chat([USER | {"content": f"other {chat[1]['content']}"}])
+    return Done(len(other["content"]), {"requests": 3})
+
+
+async def branches(model, row):
+    replies = await asyncio.gather(*(model.chat([USER | {"content": f"{i}"}]) for i in range(3)))
+    return float("".join(reply["content"] for reply in replies))
+
+
+async def calls(model, row):
+    def add(a: int, b: int) -> int:
+        """Add two numbers.
+
+        Args:
+            a: one
+            b: another one
+        """
+        return a + b
+
+    chat = [USER | {"content": "2 + 3?"}]
+    reply = await model.chat(chat, tools=[add])
+    chat += [reply]
+    for call in reply.get("tool_calls", ()):
+        chat.append({"role": "tool", "tool_call_id": call["id"], "content": "5"})
+    return float((await model.chat(chat, tools=[add]))["content"])
+
+
+async def fails(model, row, how):
+    if how == "at once":
+        return 1.0
+    await model.chat([USER | {"content": "a"}])
+    if how == "content":
+        await model.chat([USER | {"content": 3}])
+    if how == "nothing":
+        return None
+    if how == "raise":
+        raise ValueError("of the user")
+    await asyncio.sleep(100)
+
+
+async def gives_up(model, row):
+    try:
+        async with asyncio.timeout(0.1):
+            await model.chat([USER | {"content": "slow"}])
+    except TimeoutError:
+        return 0.25
+
+
+async def over_http(model, row):
+    from openai import AsyncOpenAI
+
+    async with AsyncOpenAI(base_url=model.base_url, api_key=model.api_key) as client:
+        chat = [USER | {"content": "first"}]
+        create = client.chat.completions.create
+        first = await create(model=model.name, messages=chat, logprobs=True, temperature=0.1)
+        chat += [first.choices[0].message.model_dump(), USER | {"content": "second"}]
+        streamed, last = "", None
+        async for part in await create(model=model.name, messages=chat, stream=True):
+            streamed += part.choices[0].delta.content or ""
+            last = part.choices[0].finish_reason or last
+        third = await client.completions.create(model=model.name, prompt="Once")
+        tokens = [(t.token, t.logprob) for t in first.choices[0].logprobs.content]
+        models = [each.id async for each in client.models.list()]
+        assert (streamed, last, tokens) == ("two", "length", [("one", -0.5)]), (streamed, tokens)
+        assert (third.choices[0].text, models) == ("three", [model.name])
+    return 1.0
+
+
+async def refused(model, row):
+    """Returns the number of requests that are refused as they must be."""
+    import httpx2
+
+    body = {"model": model.name, "messages": [USER | {"content": "a"}]}
+    chat, key = f"{model.base_url}/chat/completions", f"Bearer {model.api_key}"
+    cases = [
+        (401, "Bearer other", body),
+        (401, "", body),
+        (404, key, body | {"model": "gpt-5"}),
+        (400, key, body | {"n": 2}),
+        (400, key, body | {"stop": ["x"]}),
+        (400, key, body | {"messages": []}),
+        (400, key, body | {"messages": "a"}),
+        (400, key, body | {"messages": [USER | {"content": 3}]}),
+        (400, key, body | {"max_tokens": -1}),
+        (400, key, [1]),
+    ]
+    async with httpx2.AsyncClient() as client:
+        for status, token, given in cases:
+            found = await client.post(chat, json=given, headers={"Authorization": token})
+            assert found.status_code == status, (given, found.text)
+            assert found.json()["error"]["message"]
+    await model.chat(body["messages"])
+    return len(cases)
+
+
+async def in_a_process(model, row):
+    """A program of its own, in a process."""
+    import sys
+
+    program = (
+        "import os, openai\n"
+        "client = openai.OpenAI()\n"
+        "reply = client.chat.completions.create(\n"
+        "    model='policy', messages=[{'role': 'user', 'content': 'a'}])\n"
+        "print(reply.choices[0].message.content)\n"
+    )
+    own = {"OPENAI_BASE_URL": model.base_url, "OPENAI_API_KEY": model.api_key}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", program, env={**os.environ, **own}, stdout=asyncio.subprocess.PIPE
+    )
+    out, _ = await process.communicate()
+    return float(out)
