@@ -8,6 +8,8 @@
 # PYTHON has the wheel of this checkout and nothing of its sources:
 #   pip wheel --no-deps -w dist . ./packages/verl-alias
 #   python -m venv first && first/bin/pip install -c constraints.txt dist/*.whl
+#
+# TRL_PYTHON, if it is set, has TRL and nothing of Quadriga: the same task is trained with it, too.
 set -uo pipefail
 python=$(realpath -s "$1") output=$(realpath "$2"); shift 2
 checkout=$(realpath "$(dirname "${BASH_SOURCE[0]}")/..")
@@ -21,7 +23,7 @@ mkdir -p "$output"
 shown() {
   local expected=0 status=0 began=$SECONDS
   if [[ $1 == fails ]]; then expected=1; shift; fi
-  echo "\$ $*"
+  echo "\$ ${*/"$1"/"${1##*/}"}"
   "$@" 2>&1 || status=$?
   echo "[exit code $status, $((SECONDS - began)) s]"; echo
   [[ $((status != 0)) == "$expected" ]] || failed="$failed $hour: $*;"
@@ -29,31 +31,67 @@ shown() {
 
 trl() {
   shown quadriga data make output=data model_output=base sft_size=512 max_number=5 hidden_size=32
-  cat >train.py <<'END'
+  cat >task.py <<'END'
 import pyarrow.parquet as pq
-import quadriga
 
 
-def right(completions, answer, **kwargs):  # as for TRL's GRPOTrainer
-    return [float(one[0]["content"].strip().endswith(a)) for one, a in zip(completions, answer)]
+def score(completions, answer, **kwargs):  # right, and eight characters long
+    texts = [one[0]["content"] for one in completions]
+    return [t.strip().endswith(a) - abs(8 - len(t)) / 8 for t, a in zip(texts, answer)]
 
 
 table = pq.read_table("data/train.parquet").to_pylist()
 rows = [{"prompt": row["prompt"], "answer": row["reward_model"]["ground_truth"]} for row in table]
-warm = quadriga.SFT("base", "data/sft.parquet", steps=12, batch_size=16, lr=3e-3, folder="warm")
-grpo = quadriga.GRPO("warm/model", right, rows, steps=3, batch_size=8, responses=8,
-                     max_response_length=32, folder="run")
-warm.train()
-run = grpo.train()
+END
+  cat >warm.py <<'END'
+import quadriga
+
+quadriga.SFT("base", "data/sft.parquet", steps=40, batch_size=16, lr=5e-3, folder="warm").train()
+END
+  cat >train.py <<'END'
+import quadriga
+from task import rows, score
+
+run = quadriga.GRPO("warm/model", score, rows, steps=12, batch_size=8, responses=8, lr=2e-3,
+                    max_response_length=24, folder="run").train()
 print([round(row["reward/mean"], 2) for row in run.history])
-print(run.samples[-1]["response"], run.samples[-1]["reward"])
-print(quadriga.generate(run.model_path, "What is 2 + 3?", max_response_length=32))
+print(quadriga.generate(run.model_path, "What is 2 + 3?", max_response_length=24))
+END
+  cat >peer.py <<'END'
+from task import rows, score
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+settings = GRPOConfig(
+    "peer", max_steps=12, per_device_train_batch_size=64, num_generations=8, learning_rate=2e-3,
+    max_completion_length=24, logging_steps=1, use_cpu=True, bf16=False, report_to="none",
+    save_strategy="no", disable_tqdm=True)
+trainer = GRPOTrainer("warm/model", score, settings, Dataset.from_list(rows))
+trainer.train()
+trainer.save_model("peer/model")
+print([round(row["reward"], 2) for row in trainer.state.log_history if "reward" in row])
+END
+  cat >names.py <<'END'
+import ast
+import sys
+
+for file in sys.argv[1:]:
+    nodes = [*ast.walk(ast.parse(open(file).read()))]
+    settings = {one.arg for node in nodes if isinstance(node, ast.Call) for one in node.keywords}
+    names = {one.name for node in nodes if isinstance(node, ast.ImportFrom)
+             if node.module in ("trl", "datasets") for one in node.names}
+    names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)
+              if isinstance(node.value, ast.Name) and node.value.id in ("quadriga", "run", "trainer")}
+    print(f"{file}: {len(names)} names {sorted(names)}, {len(settings)} settings {sorted(settings)}")
 END
   sed 's/responses=8/num_generations=8/' train.py >typo.py
+  shown python warm.py
   shown fails python typo.py
   shown python train.py
   shown quadriga report run
   shown ls run run/model
+  shown python names.py train.py peer.py
+  [[ -z ${TRL_PYTHON:-} ]] || shown "$TRL_PYTHON" peer.py
 }
 
 verl() {

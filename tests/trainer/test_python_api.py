@@ -182,13 +182,15 @@ def test_ctrl_c_leaves_a_run_that_goes_on_and_no_process(model, backend, event, 
     assert [row["step"] for row in grpo.resume().history] == [1, 2]
 
 
-def test_a_tokenizer_object_beside_a_folder_is_saved_for_the_ranks(model):
-    from transformers import AutoTokenizer
+@pytest.mark.parametrize("beside", ["folder", "object"])
+def test_a_tokenizer_object_beside_a_model_is_saved_for_the_ranks(model, beside):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = "own" + tokenizer.chat_template
     given = {**SMALL, "steps": 1, "num_processes": 0, "tokenizer": tokenizer}
-    run = GRPO(model, lambda response: 1.0, ROWS, **given).train()
+    policy = AutoModelForCausalLM.from_pretrained(model) if beside == "object" else model
+    run = GRPO(policy, lambda response: 1.0, ROWS, **given).train()
     assert AutoTokenizer.from_pretrained(run.model_path).chat_template.startswith("own")
 
 

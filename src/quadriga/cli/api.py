@@ -356,7 +356,7 @@ def model_files(model: Any, tokenizer: Any, folder: Path) -> dict[str, object]:
             with writing(folder):
                 given.save_pretrained(found[key])
                 # The config.json beside a tokenizer says which class reads it.
-                if given is tokenizer and isinstance(model, str | Path):
+                if given is tokenizer:
                     config = imported("quadriga.models.folder:local_folder")(found["path"])
                     shutil.copy(config / "config.json", folder / name)
     return {key: value for key, value in found.items() if value is not None}
