@@ -51,12 +51,12 @@ def random_game(rng: random.Random) -> dict[str, list[dict[str, str]]]:
     return {"messages": messages}
 
 
-def main(steps: int = 60, estimator: str = "gigpo") -> list[dict[str, float]]:
-    """Train, and return the metrics of the validations."""
+def first_policy(folder: Path) -> Path:
+    """Write a tiny model that knows the form of the game, and return its folder."""
     import quadriga
     from quadriga.models.tiny import TinyModel, write_tiny_model
 
-    folder, rng = Path(tempfile.mkdtemp(prefix="guess-")), random.Random(0)
+    rng = random.Random(0)
     games = [random_game(rng) for _ in range(1024)]
     shape = TinyModel(hidden_size=96, num_heads=4, num_kv_heads=2, intermediate_size=256)
     texts = [PROMPT, "larger", "smaller", "a number please", "1 2 3 4 5 6 7 8 9"]
@@ -65,9 +65,17 @@ def main(steps: int = 60, estimator: str = "gigpo") -> list[dict[str, float]]:
         str(folder / "model"), games, lr=3e-3, steps=60, batch_size=64, folder=str(folder / "sft"),
         messages_key="messages", loggers=["jsonl"], test_freq=0,
     ).train()  # fmt: skip
+    return Path(str(sft.model_path))
+
+
+def main(steps: int = 60, estimator: str = "gigpo") -> list[dict[str, float]]:
+    """Train, and return the metrics of the validations."""
+    import quadriga
+
+    folder = Path(tempfile.mkdtemp(prefix="guess-"))
     numbers = [{"prompt": PROMPT, "number": 1 + i % 9} for i in range(144)]
     run = quadriga.GRPO(
-        str(sft.model_path), data=numbers, val_data=numbers[:90], steps=steps, lr=2e-3,
+        str(first_policy(folder)), data=numbers, val_data=numbers[:90], steps=steps, lr=2e-3,
         batch_size=18, responses=8, mini_batch_size=6, adv_estimator=estimator,
         agent={"path": __file__, "max_turns": TURNS, "max_turn_tokens": 4},
         max_response_length=48, slice_tokens=4, folder=str(folder / "run"), test_freq=10,

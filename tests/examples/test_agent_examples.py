@@ -55,3 +55,10 @@ def test_a_tool_is_learned():
 def test_a_text_game_is_learned():
     scores = [row["val/score"] for row in example("guess_number").main(40)]
     assert max(scores[1:]) > scores[0] + 0.05
+
+
+@pytest.mark.nightly
+def test_a_program_of_its_own_is_trained():
+    rows = example("openai_program").main(2)
+    assert len(rows) == 2 and all(row["agent/turns/mean"] > 1 for row in rows)
+    assert all(row["agent/raised"] == 0 and row["agent/contexts"] == 1 for row in rows)

@@ -168,6 +168,33 @@ def test_episodes_of_several_turns(tmp_path, engine):
     assert all(row["actor/grad_norm"] > 0 for row in rows)
 
 
+PROGRAM = """
+from quadriga.agents.environments import Done
+
+async def rollout(model, row):
+    chat = [{"role": "user", "content": "First."}]
+    chat += [await model.chat(chat), {"role": "user", "content": "Second."}]
+    await model.chat(chat)
+    others = [(await model.chat([{"role": "user", "content": "Third."}]))["content"] for _ in "ab"]
+    return Done(len(others[0]) % 3 - 1, {"others": others[0] != others[1]})
+"""
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_episode_with_several_contexts(tmp_path, engine):
+    """Each context is sampled and trained as a sequence of its own, and draws its own tokens."""
+    (tmp_path / "agent.py").write_text(PROGRAM)
+    given = [
+        f"agent.path={tmp_path / 'agent.py'}", "agent.name=rollout", "agent.max_turn_tokens=12",
+        "actor_rollout_ref.rollout.slice_tokens=4", "data.max_response_length=140",
+        "agent.on_error=fail", "trainer.total_training_steps=2",
+    ]  # fmt: skip
+    rows = rows_of_run(tmp_path, engine, *PLACEMENTS["one rank"], *given)
+    assert [row["mismatch/max"] < 1e-3 for row in rows] == [True, True], rows
+    names = ("agent/ended/done", "agent/others", "agent/contexts")
+    assert [[row[name] for name in names] for row in rows] == [[1, 1, 3]] * 2
+
+
 def varying_reward(tmp_path):
     """The setting of a reward that differs between responses."""
     (tmp_path / "rule.py").write_text(
