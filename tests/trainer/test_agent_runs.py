@@ -349,6 +349,10 @@ def test_the_contexts_of_a_function_are_trained_as_they_were_sampled(
 
     rows = [*read_jsonl(Path(config.trainer.default_local_dir) / "metrics.jsonl")][1:]
     assert rows[0]["mismatch/max"] < 1e-4 and all(row["agent/contexts"] == 2 for row in rows)
+    for sample in read_samples(Path(config.trainer.default_local_dir) / "samples.jsonl"):
+        sources = [turn["source"] for turn in sample.turns]
+        assert sources == ["user", "user; a context begins", ""]
+        assert sample.turns[1]["observed"] == "<|user|>Third.<|end|><|assistant|>"
     for batch in batches:
         tensors = batch.batch
         for prompt, ids, mask, contexts, positions in zip(

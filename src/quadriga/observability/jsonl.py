@@ -186,7 +186,8 @@ class Turn(TypedDict):
         reward: of the turn.
         seconds: until the turn was written, with what it waited for, and until its environment
             had answered. None: the environment was not asked, or it was before a resumption.
-        source: the roles of the observed messages, with the names of tools.
+        source: the roles of the observed messages, with the names of tools, and whether a context
+            begins with them, in which the policy does not see what was before.
     """
 
     sampled: str

@@ -35,7 +35,7 @@ from quadriga.report import write_report
 from quadriga.report.card import write_card
 from quadriga.report.events import EventLog
 from quadriga.streams.episodes import turn_spans
-from quadriga.workers.method_fields import OBSERVED
+from quadriga.workers.method_fields import CONTEXT, OBSERVED
 from quadriga.workers.updates import MISMATCH
 
 if TYPE_CHECKING:
@@ -507,6 +507,8 @@ def _turns(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> li
     for turn, (first, last) in enumerate(spans, 1):
         behind = spans[turn][0] if turn < len(spans) else int(known.sum())
         seconds, who = times.get(turn, (None, ""))
+        if (versions[last:behind] <= CONTEXT).any():  # the policy does not see what was before
+            who = f"{who}; a context begins".removeprefix("; ")
         found.append({
             "sampled": str(tokenizer.decode(ids[first:last])),
             "observed": str(tokenizer.decode(ids[last:behind])),

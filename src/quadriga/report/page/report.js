@@ -287,7 +287,7 @@ function turnBlocks(sample, kind, largest) {
     const count = turn.tokens[observed], tokens = (kind && sample.tokens ? sample.tokens : []).slice(from, from + count);
     const raw = observed ? turn.observed : turn.sampled;
     const text = tokens.length && !observed ? shadedTokens({ tokens, response_tokens: count }, kind, largest) : [raw === "" ? el("span", { className: "empty" }, "(empty)") : visible(raw)];
-    const tools = (turn.source.match(/tool [^,]+/g) || []).map((name) => name.slice(5)).join(", ");
+    const tools = (turn.source.match(/tool [^,;]+/g) || []).map((name) => name.slice(5)).join(", ");
     const head = observed ? `observed${turn.source ? ` from ${turn.source}` : ""}` : `turn ${i + 1}${tools ? ` calls ${tools}` : ""}`;
     const facts = [`${count} ${count === 1 ? "token" : "tokens"}`, ...(observed ? [] : [`reward ${number(turn.reward)}`]), ...(turn.seconds ? [seconds(turn.seconds[observed])] : [])];
     from += count;
