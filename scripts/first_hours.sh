@@ -21,11 +21,11 @@ mkdir -p "$output"
 
 # shown [fails] COMMAND…: print the command, its output and its seconds.
 shown() {
-  local expected=0 status=0 began=$SECONDS
+  local expected=0 status=0 TIMEFORMAT="[%0R s, %0U s of CPU]"
   if [[ $1 == fails ]]; then expected=1; shift; fi
   echo "\$ ${*/"$1"/"${1##*/}"}"
-  "$@" 2>&1 || status=$?
-  echo "[exit code $status, $((SECONDS - began)) s]"; echo
+  { time "$@" 2>&1 || status=$?; } 2>&1
+  echo "[exit code $status]"; echo
   [[ $((status != 0)) == "$expected" ]] || failed="$failed $hour: $*;"
 }
 
@@ -55,7 +55,11 @@ from task import rows, score
 run = quadriga.GRPO("warm/model", score, rows, steps=12, batch_size=8, responses=8, lr=2e-3,
                     max_response_length=24, folder="run").train()
 print([round(row["reward/mean"], 2) for row in run.history])
-print(quadriga.generate(run.model_path, "What is 2 + 3?", max_response_length=24))
+END
+  cat >ask.py <<'END'
+import quadriga
+
+print(quadriga.generate("run/model", "What is 2 + 3?", max_response_length=24))
 END
   cat >peer.py <<'END'
 from task import rows, score
@@ -81,13 +85,14 @@ for file in sys.argv[1:]:
     names = {one.name for node in nodes if isinstance(node, ast.ImportFrom)
              if node.module in ("trl", "datasets") for one in node.names}
     names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)
-              if isinstance(node.value, ast.Name) and node.value.id in ("quadriga", "run", "trainer")}
+              if ast.unparse(node).startswith(("quadriga.", "run.", "trainer."))}
     print(f"{file}: {len(names)} names {sorted(names)}, {len(settings)} settings {sorted(settings)}")
 END
   sed 's/responses=8/num_generations=8/' train.py >typo.py
   shown python warm.py
   shown fails python typo.py
   shown python train.py
+  shown python ask.py
   shown quadriga report run
   shown ls run run/model
   shown python names.py train.py peer.py

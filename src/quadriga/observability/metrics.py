@@ -98,6 +98,11 @@ METRICS: dict[str, MetricInfo] = {
     "agent/raised": _I("share", "episodes whose environment raised an exception"),
     "agent/timed_out": _I("share", "episodes whose environment exceeded a deadline"),
     "agent/crashed": _I("share", "episodes whose environment ended its process"),
+    "agent/contexts": _I("contexts", "of an episode"),
+    "agent/rewritten_turns": _I(
+        "turns",
+        "after which the template begins a context, because it writes them in another way",
+    ),
     "agent/reward/turn_*": _I("reward", "of this turn, 0 in an episode without it"),
     "agent/*": _I("own", "a number of the environment, its sum over the turns of an episode"),
     # Difference between rollout and training log-probabilities
