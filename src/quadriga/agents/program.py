@@ -111,12 +111,7 @@ class Program:
         tool_format: of the calls in a turn; None: the template writes no calls.
     """
 
-    def __init__(
-        self,
-        function: Played,
-        tool_format: ToolFormat | None,
-        **options: object,
-    ) -> None:
+    def __init__(self, function: Played, tool_format: ToolFormat | None, **options: object) -> None:
         self._function, self._format, self._options = function, tool_format, options
         self._asked: asyncio.Queue[_Asked] = asyncio.Queue()
         self._current: _Asked | None = None

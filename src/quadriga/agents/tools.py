@@ -174,7 +174,7 @@ def with_tools(
     Raises:
         InputError: the class cannot be loaded, see `EnvironmentRef.load`; or it has the tool
             `sandbox.python`, and the system allows no isolation.
-        ConfigError: it has no method `reward`, or its tools cannot be used.
+        ConfigError: it lacks a method, such as `reward`, or its tools cannot be used.
     """
     if not code_runs():
         return ref, []
@@ -183,11 +183,11 @@ def with_tools(
         with suppress(ConfigError):  # a request with tools is refused then
             ref = replace(ref, tool_format=find_format())
         return ref, []
+    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        text = f"agent.name={ref.name} of agent.path={ref.path} has no method {missing[0]}"
+        raise ConfigError(text, key="agent.path")
     if not issubclass(found, ToolEnvironment):
         return ref, []
-    if inspect.isabstract(found):
-        text = f"agent.name={ref.name} of agent.path={ref.path} has no method reward(self, answer)"
-        raise ConfigError(text, key="agent.path")
     given = ref.options.get("tool_format") or find_format()
     if given not in FORMATS:
         raise unknown_name("format of agent.options.tool_format", given, FORMATS)
