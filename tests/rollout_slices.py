@@ -1,7 +1,5 @@
 """Responses that are generated in slices, in calls of an engine that rows join and leave."""
 
-from __future__ import annotations
-
 import torch
 
 from quadriga.data.loader import pad_rows

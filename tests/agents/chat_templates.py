@@ -5,8 +5,6 @@ They are written for the tests. Each does what the template of its family does a
 turns: its roles, its form of a call, its end tokens, and what it changes in earlier turns.
 """
 
-from __future__ import annotations
-
 from transformers import AddedToken
 
 from quadriga.models.tiny import train_tokenizer

@@ -3,8 +3,6 @@
 `python tests/architectures/document.py` writes them into the page.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quadriga.models.architectures import ARCHITECTURES, REFUSED

@@ -1,7 +1,5 @@
 """The naive loop: one sequence at a time, the whole model for each, no cache, no padding."""
 
-from __future__ import annotations
-
 import torch
 
 PROMPT_WIDTH, RESPONSE_WIDTH = 9, 12

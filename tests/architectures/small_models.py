@@ -4,8 +4,6 @@ Windows and chunks are shorter than the sequences, and the indexers of sparse at
 tokens than there are, so that a layer that sees too much or too little changes the result.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

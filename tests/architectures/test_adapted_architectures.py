@@ -1,7 +1,5 @@
 """Adapters on the default layers of every architecture: the naive loop on merged weights."""
 
-from __future__ import annotations
-
 import naive_loop
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Every architecture in `models/architectures.py` against the naive loop, or refused by name."""
 
-from __future__ import annotations
-
 import json
 
 import naive_loop

@@ -1,7 +1,5 @@
 """Models that have no SDPA attention load with the default setting and say which one they use."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks that split the tokens, against one, for every architecture with packed rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from naive_loop import make_batch

@@ -1,7 +1,5 @@
 """Parameters under the names of a model's files: what `save_pretrained` writes, part by part."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from document import COMPUTED, DIVIDED, RENAMED

@@ -3,8 +3,6 @@
 The tests take an architecture out of the tables.
 """
 
-from __future__ import annotations
-
 import naive_loop
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Every architecture can have a scalar head, also where transformers has no token classifier."""
 
-from __future__ import annotations
-
 import naive_loop
 import pytest
 import torch

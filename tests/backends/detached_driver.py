@@ -1,7 +1,5 @@
 """A driver program: `start` leaves a detached group behind, `take` finds it and ends it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A cluster of three simulated nodes whose ranks read rows of each other."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """The errors that a user sees when a worker fails."""
 
-from __future__ import annotations
-
 import os
 import signal
 import traceback

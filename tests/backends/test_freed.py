@@ -133,8 +133,7 @@ def soon(read, expected):
 
 
 @pytest.mark.parametrize(
-    "program",
-    [pytest.param(n, marks=[pytest.mark.nightly][: n != "failed"]) for n in PROGRAMS],
+    "program", [pytest.param(n, marks=[pytest.mark.nightly][: n != "failed"]) for n in PROGRAMS]
 )
 def test_nothing_of_a_call_is_kept(groups, program):
     group, other = groups

@@ -1,7 +1,5 @@
 """Several nodes, simulated on this machine by `ray.cluster_utils`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 

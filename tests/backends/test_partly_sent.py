@@ -1,7 +1,5 @@
 """A call whose `.remote()` raises for one rank when other ranks have received it."""
 
-from __future__ import annotations
-
 import time
 from concurrent.futures import ThreadPoolExecutor
 

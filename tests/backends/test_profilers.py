@@ -1,7 +1,5 @@
 """Nsight around ranks, and Ray Client, which is refused."""
 
-from __future__ import annotations
-
 import pytest
 import ray.util.client
 from worker_cases import Adder

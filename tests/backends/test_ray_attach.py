@@ -1,7 +1,5 @@
 """Attaching to existing ranks, detached groups, and pools without a connection to Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """Ranks in Ray actors: what the local backend has not."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 import time

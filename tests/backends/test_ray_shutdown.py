@@ -8,11 +8,7 @@ from weakref import WeakSet
 
 import pytest
 
-from quadriga.backends.ray import (
-    backend as ray_backends,
-    cluster,
-    pool as pools,
-)
+from quadriga.backends.ray import backend as ray_backends, cluster, pool as pools
 from quadriga.backends.ray.backend import RayBackend
 from quadriga.errors import WorkerDiedError
 

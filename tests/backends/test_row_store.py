@@ -1,7 +1,5 @@
 """Rows of another node: cut out there, or whole shards. And the choice between the two."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

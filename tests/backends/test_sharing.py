@@ -1,7 +1,5 @@
 """Several roles in one process, in both styles, on both backends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from worker_cases import Adder, Coroutines, Mirror, Neighbour, Nested

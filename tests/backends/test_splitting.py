@@ -1,7 +1,5 @@
 """A future that many ranks receive is split by one of them."""
 
-from __future__ import annotations
-
 import pytest
 import ray
 from worker_cases import prompts

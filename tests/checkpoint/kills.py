@@ -1,7 +1,5 @@
 """A process that is killed at any of its operations on the disk."""
 
-from __future__ import annotations
-
 from quadriga import files
 from quadriga.checkpoint import folders, hf_export
 

@@ -1,7 +1,5 @@
 """An export that is killed leaves a complete model: the old one or the new one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kills import KilledError, kill_at

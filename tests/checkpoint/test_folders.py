@@ -1,7 +1,5 @@
 """The latest complete checkpoint is found, whenever the process is killed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kills import KilledError, kill_at

@@ -1,7 +1,5 @@
 """One call of a worker method passes few files of the package."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

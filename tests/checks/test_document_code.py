@@ -1,7 +1,5 @@
 """Every Python block of the README, of CONTRIBUTING and of docs/ runs."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import document_code

@@ -1,7 +1,5 @@
 """The package stays typed, and its folders stay small and described."""
 
-from __future__ import annotations
-
 import ast
 
 import figures

@@ -1,7 +1,5 @@
 """No two modules and no two folders of the package import each other, not even for types."""
 
-from __future__ import annotations
-
 import pytest
 from import_graph import circle, describe, folder_edges, import_graph
 from source_tree import SourceFile, package_files

@@ -1,7 +1,5 @@
 """`quadriga plan --async RUN` reads what the work of a run takes, and recommends settings."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

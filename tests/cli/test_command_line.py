@@ -1,7 +1,5 @@
 """The command line: parsing, messages and exit codes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Mistakes are told before torch, Ray or transformers are imported; settings can be searched."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The output of the commands."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from quadriga.cli.main import main

@@ -1,7 +1,5 @@
 """`--supervise` starts a lost controller again, and leaves no process."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

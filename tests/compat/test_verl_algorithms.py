@@ -1,7 +1,5 @@
 """verl's algorithm functions return the numbers of `quadriga.algorithms`."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 

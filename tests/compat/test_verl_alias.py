@@ -1,7 +1,5 @@
 """The distribution `packages/verl-alias`: `import verl` and `python -m verl.…` run on Quadriga."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

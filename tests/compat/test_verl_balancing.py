@@ -1,7 +1,5 @@
 """Sequence-length balancing in verl's spelling, also of micro-batches over a process group."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """Command lines in the spelling of verl 0.4 to 0.9: what they become, and what is refused."""
 
-from __future__ import annotations
-
 from functools import reduce
 
 import pytest

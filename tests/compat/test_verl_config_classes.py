@@ -1,7 +1,5 @@
 """verl's classes of settings, as arguments of estimators and losses."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

@@ -1,7 +1,5 @@
 """What `run_ppo` of verl takes: arguments of Ray, and the runner of a training with its hooks."""
 
-from __future__ import annotations
-
 import pytest
 import ray
 import torch

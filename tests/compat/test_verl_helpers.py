@@ -1,7 +1,5 @@
 """Helpers of verl's programs: places of workers, files, pools, entry points, options of groups."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import fsspec

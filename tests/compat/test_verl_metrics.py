@@ -10,8 +10,6 @@ Four rows, three prompt positions and three response positions. Lengths count `a
     3     2        1          1 0 0           -1      -3
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

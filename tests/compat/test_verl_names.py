@@ -1,7 +1,5 @@
 """Code that imports verl's names gets Quadriga's objects, or is told what to use."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

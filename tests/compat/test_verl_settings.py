@@ -1,7 +1,5 @@
 """A settings file and a command line of verl become settings of ours, and the rest is told."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """verl's functions for TensorDicts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

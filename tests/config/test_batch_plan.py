@@ -1,7 +1,5 @@
 """`batch_plan` against numbers computed by hand."""
 
-from __future__ import annotations
-
 from quadriga.config.loading import load_config
 from quadriga.config.plan import batch_plan
 from quadriga.config.schema import TrainConfig

@@ -1,7 +1,5 @@
 """Interpolations whose default is an interpolation, as in the settings files that verl ships."""
 
-from __future__ import annotations
-
 import pytest
 
 from quadriga.compat.verl_settings import TRAIN, read_verl

@@ -1,7 +1,5 @@
 """Invalid and conflicting settings raise `ConfigError`; the message shows the arithmetic."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import pytest

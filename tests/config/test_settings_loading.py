@@ -70,8 +70,7 @@ def test_a_reference_to_an_unknown_setting_names_the_nearest():
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["Anna has 3 apples, and it's 4 more. How many?", "3 + 4", "1e-3", "a, b", "007", "{x}"],
+    "text", ["Anna has 3 apples, and it's 4 more. How many?", "3 + 4", "1e-3", "a, b", "007", "{x}"]
 )
 def test_text_settings_keep_the_raw_text_after_the_equals_sign(text):
     assert load_config(GenerateConfig, [f"prompt={text}"]).prompt == text

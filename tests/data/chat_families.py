@@ -1,7 +1,5 @@
 """The chat templates of several families, with tokenizers that have their special tokens."""
 
-from __future__ import annotations
-
 import json
 
 from transformers import AddedToken

@@ -9,10 +9,7 @@ from quadriga.errors import DataError
 
 
 def row(question, answer):
-    return {
-        "prompt": [{"role": "user", "content": question}],
-        "extra_info": {"answer": answer},
-    }
+    return {"prompt": [{"role": "user", "content": question}], "extra_info": {"answer": answer}}
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """A Llama model with a few ten thousand parameters, shared by the tests of this folder."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import engine_cases as cases

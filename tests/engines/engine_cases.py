@@ -39,12 +39,7 @@ def make_batch(*, shared: bool = True) -> dict[str, torch.Tensor]:
         mask[row, :response] = 1
     mask[2, 2] = 0
     weight = torch.randn(len(LENGTHS), R, generator=random, dtype=torch.float64)
-    return {
-        "input_ids": ids,
-        "attention_mask": attention,
-        "response_mask": mask,
-        "weight": weight,
-    }
+    return {"input_ids": ids, "attention_mask": attention, "response_mask": mask, "weight": weight}
 
 
 def gradients(engine: FSDPEngine, rows, loss, micro: int | None, **settings):

@@ -20,13 +20,7 @@ import engine_cases as cases
 import torch
 import transformers
 
-from quadriga.config.schema import (
-    ActorConfig,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from quadriga.config.schema import ActorConfig, EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.protocol import DataProto
 from quadriga.workers.reward_model import update_pairs

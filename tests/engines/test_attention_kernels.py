@@ -4,8 +4,6 @@ The flash kernel runs on CUDA devices only, so a function with its arguments sta
 attention is not compiled here; torch refuses its backward pass on a CPU, but can compute it.
 """
 
-from __future__ import annotations
-
 import attention_cases as cases
 import pytest
 import torch

@@ -3,8 +3,6 @@
 One rank is measured in `make test`, two ranks in `make nightly`.
 """
 
-from __future__ import annotations
-
 import memory_cases as cases
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Passes without gradients keep the limits of the settings."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Saving, resuming and exporting an engine; skipped steps; invalid input."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import engine_cases as cases

@@ -1,7 +1,5 @@
 """Which attention kernel computes a call, and the comparison of kernels on a device."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 
@@ -12,11 +10,7 @@ from torch.nn.attention import flex_attention as flex_module
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.attention import kernels
-from quadriga.engines.attention.choice import (
-    CAPABILITY,
-    choose_kernels,
-    kernel_problem,
-)
+from quadriga.engines.attention.choice import CAPABILITY, choose_kernels, kernel_problem
 from quadriga.engines.attention.kernels import AttentionCall, LocalMask
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError

@@ -3,24 +3,15 @@
 `parallel_cases` has the models and the updates.
 """
 
-from __future__ import annotations
-
 import conformance
 import parallel_cases as cases
 import pytest
 import torch
 from parallel_cases import Case
-from transformers import (
-    Gemma3nTextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MambaConfig,
-)
+from transformers import Gemma3nTextConfig, GPT2Config, LlamaConfig, MambaConfig
 
 from quadriga.config.schema import EngineConfig
-from quadriga.engines.tensor_parallel import (
-    check_model_parallel,
-)
+from quadriga.engines.tensor_parallel import check_model_parallel
 from quadriga.errors import ConfigError
 from rank_groups import fork_ranks
 

@@ -1,7 +1,5 @@
 """Loading by shards on 2 and 3 ranks: numbers, bytes, memory, errors on all ranks together."""
 
-from __future__ import annotations
-
 import logging
 import re
 
@@ -26,9 +24,7 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(
-    scope="module",
-    params=[3, pytest.param(2, marks=pytest.mark.nightly)],
-    ids="{} ranks".format,
+    scope="module", params=[3, pytest.param(2, marks=pytest.mark.nightly)], ids="{} ranks".format
 )
 def found(request, root):
     return cases.run(root, request.param)

@@ -1,7 +1,5 @@
 """The formulas of the update rules against independent references, and learning rates by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The SLURM script runs under a stand-in of SLURM; the manifest has the fields of KubeRay."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Every example in examples/controller runs and returns what its docstring says."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Every file in examples/recipes passes the checks of its command, and is used as it says."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

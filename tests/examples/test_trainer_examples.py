@@ -1,7 +1,5 @@
 """The examples in examples/trainer run and compute the same on both backends."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompts and responses that do not fit the context window are refused, with the arithmetic."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoConfig
 

@@ -1,7 +1,5 @@
 """Parts of tensors, names of parameters, weights that are not finite, dtypes of an export."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Every benchmark runs at small sizes, without peers, and prints its goals as JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

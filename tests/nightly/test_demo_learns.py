@@ -1,7 +1,5 @@
 """`quadriga demo` from start to end: reinforcement learning improves on imitation."""
 
-from __future__ import annotations
-
 import pytest
 
 from processes import accuracies, quadriga

@@ -1,7 +1,5 @@
 """The commands of examples/recipes/train_reward_model.yaml: a learned reward raises accuracy."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`JsonlFile` leaves whole lines, also after a full disk or a killed process."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reduction of metrics, the table that describes them, and the times of spans."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`RunFolder.open` creates, refuses, empties or continues the folder of a run."""
 
-from __future__ import annotations
-
 import pytest
 
 from quadriga.config.schema import TrainConfig

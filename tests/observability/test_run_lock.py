@@ -1,7 +1,5 @@
 """Two runs cannot write into one folder; the lock of a run that has ended is taken over."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

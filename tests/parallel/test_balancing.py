@@ -112,9 +112,7 @@ def test_invalid_inputs_are_rejected(
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(0, 100), min_size=1, max_size=60),
-    st.integers(100, 400),
-    st.integers(1, 4),
+    st.lists(st.integers(0, 100), min_size=1, max_size=60), st.integers(100, 400), st.integers(1, 4)
 )
 def test_micro_batches_respect_the_token_budget(
     lengths: list[int], budget: int, least: int

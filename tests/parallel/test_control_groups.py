@@ -1,7 +1,5 @@
 """Limits of control groups count, and the limits of the groups that they lie in."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Devices, dtypes, and process groups of one rank."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Memory of large tensors is released with the last view of it, and never before."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Operations of a batch on local and on remote fields, with hand-computed rows."""
 
-from __future__ import annotations
-
 import pickle
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Values are sent unchanged or refused by name; none is altered silently."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

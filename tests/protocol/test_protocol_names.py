@@ -1,7 +1,5 @@
 """Public names load when they are first used; the package does not import Ray."""
 
-from __future__ import annotations
-
 from processes import run_python
 from quadriga.protocol import fields
 

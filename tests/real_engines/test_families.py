@@ -1,7 +1,5 @@
 """Mixtures of experts, and a model that vLLM takes from transformers, beside a trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from agreement import ENGINES, GREEDY, MODELS, SIZES, requests, write_model

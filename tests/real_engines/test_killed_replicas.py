@@ -1,7 +1,5 @@
 """Replicas of a rollout on Ray: one is killed while it generates, and no sample is lost."""
 
-from __future__ import annotations
-
 import importlib.util
 import threading
 from itertools import repeat

@@ -1,7 +1,5 @@
 """SGLang itself behind `SGLangRollout`. `scripts/engines.sh sglang` makes the environment."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Engine and trainer agree before and after each of five training steps."""
 
-from __future__ import annotations
-
 import pytest
 from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model, write_task
 

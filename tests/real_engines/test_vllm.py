@@ -1,7 +1,5 @@
 """vLLM itself behind `VLLMRollout`. `scripts/engines.sh vllm` makes the environment."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

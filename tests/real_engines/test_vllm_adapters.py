@@ -1,7 +1,5 @@
 """vLLM computes with the adapters of the actor, and only they are sent after the first sync."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from agreement import GREEDY, needs, requests, write_model, write_task

@@ -1,7 +1,5 @@
 """What the report of runs holds, without a browser."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import logging

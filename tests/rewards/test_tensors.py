@@ -1,7 +1,5 @@
 """A reward function that returns a tensor: scores, and what it returns besides them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -7,8 +7,6 @@ A response repeats the last token of its prompt, once for each new token. Its lo
 -1, -2 and so on, plus the mean of the weight `model.norm.weight`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import mmap

@@ -1,7 +1,5 @@
 """`HFRollout` against a naive loop: one row at a time, a whole forward pass for each token."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 

@@ -3,8 +3,6 @@
 `tests/architectures` compares the numbers for every architecture.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig

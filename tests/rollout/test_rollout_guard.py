@@ -1,7 +1,5 @@
 """Each fault of an engine is caught by name; the fake engine satisfies the laws without one."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from dataclasses import replace

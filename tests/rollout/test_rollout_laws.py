@@ -1,7 +1,5 @@
 """The engine `hf` satisfies every law of rollout engines; engines that break one are found."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

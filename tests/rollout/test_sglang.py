@@ -3,8 +3,6 @@
 tests/real_engines runs the same engine over SGLang itself.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

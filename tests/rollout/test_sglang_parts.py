@@ -1,7 +1,5 @@
 """Parts of the engine `sglang` that need no other process: options, buckets, layouts, windows."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 

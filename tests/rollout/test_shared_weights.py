@@ -1,7 +1,5 @@
 """The hf engine uses the training engine's weights in place, and knows when they change."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """A user's file registers a rollout engine, and a run trains with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What can be checked of the vLLM engine where vLLM is not installed."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random

@@ -1,7 +1,5 @@
 """A rollout engine in a file of `algorithm.user_files`: a forward pass for each token."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -4,8 +4,6 @@
 named is refused.
 """
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

@@ -3,8 +3,6 @@
 Reward functions are in `test_reward_containment.py`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

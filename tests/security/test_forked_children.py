@@ -4,8 +4,6 @@
 connections of the driver, which then waits for ever; one that ran the handler of a run would go on.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from processes import run_python

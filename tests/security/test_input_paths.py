@@ -3,8 +3,6 @@
 Links to other files are followed: the cache of the hub holds models as links.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -110,10 +110,7 @@ def test_files_that_replace_the_weights_are_refused(folder, file):
     [
         ({"quantization_config": {"quant_method": "mxfp4"}}, "'quantization_config' asks for"),
         ({"text_config": {"quantization_config": {}}}, "'quantization_config' asks for"),
-        (
-            {"transformers_weights": "adapter_model.bin"},
-            "'transformers_weights' names",
-        ),
+        ({"transformers_weights": "adapter_model.bin"}, "'transformers_weights' names"),
         ({"fusion_config": {"patch_embeddings": True}}, "'fusion_config' replaces parts"),
         ({"distributed_config": {"tp_size": 2}}, "'distributed_config' changes how"),
     ],

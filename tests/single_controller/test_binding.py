@@ -1,7 +1,5 @@
 """Binding policies: which registered methods become attributes of a group."""
 
-from __future__ import annotations
-
 import pytest
 
 from group_fixtures import ray_nightly

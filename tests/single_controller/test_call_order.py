@@ -1,7 +1,5 @@
 """Calls start in the order of their tickets, whatever the order in which they arrive."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 

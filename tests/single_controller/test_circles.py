@@ -1,7 +1,5 @@
 """Calls from rank to rank that come back to the first rank."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

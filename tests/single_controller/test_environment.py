@@ -1,7 +1,5 @@
 """Ports, environment variables, visible devices."""
 
-from __future__ import annotations
-
 import os
 import socket
 

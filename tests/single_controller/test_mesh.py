@@ -1,7 +1,5 @@
 """Mesh dispatch and the MEGATRON family, against results written out by hand."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

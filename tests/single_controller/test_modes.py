@@ -1,7 +1,5 @@
 """Registries of modes and what `@register` records."""
 
-from __future__ import annotations
-
 import pickle
 from functools import partial
 

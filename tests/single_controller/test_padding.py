@@ -1,7 +1,5 @@
 """Padding rows are removed from joined results, whatever a method does with its rows."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

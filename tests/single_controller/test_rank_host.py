@@ -1,7 +1,5 @@
 """Calls on the workers of one rank, without a backend."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """Methods that are generators: each rank yields batches, and the controller receives them."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Calls of modes that split batches, with arguments that are no batch or hide one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict

@@ -1,7 +1,5 @@
 """Runs in virtual time, against times computed by hand."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The backends satisfy the laws of the kit, and those with a fault do not."""
 
-from __future__ import annotations
-
 import pytest
 
 from quadriga.backends import get_backend

@@ -1,7 +1,5 @@
 """Callbacks are told what happens in a run, once per step, and can change its course."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

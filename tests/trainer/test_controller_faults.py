@@ -1,7 +1,5 @@
 """An error of the controller leaves a checkpoint of the last step; a full disk is one line."""
 
-from __future__ import annotations
-
 import pkgutil
 import resource
 from itertools import count

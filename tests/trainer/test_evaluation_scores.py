@@ -1,7 +1,5 @@
 """Metrics of several responses to a prompt: by hand, and against loops over all subsets."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

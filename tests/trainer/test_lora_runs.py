@@ -1,7 +1,5 @@
 """Runs that train adapters or a part of the weights: the reference, exports, resume, the plan."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -90,9 +90,9 @@ def test_a_run_that_does_not_fit_is_refused_before_a_rank_starts(
         assert main([command, *arguments(command, *output, limit(needed - 1000))]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert "the run needs " in line and f"ranks × GiB = 1 × {needed / GIB:.3g} (" in line
-    remedies = {
-        "generate": ("lower rollout.micro_batch_size=256 (", "or use a smaller model"),
-    }.get(command, ("set model.gradient_checkpointing=true (", "max_tokens_per_micro_batch=16384"))
+    remedies = {"generate": ("lower rollout.micro_batch_size=256 (", "or use a smaller model")}.get(
+        command, ("set model.gradient_checkpointing=true (", "max_tokens_per_micro_batch=16384")
+    )
     for text in (*remedies, "trainer.check_memory=false"):
         assert text in line
     assert not (tmp_path / "run").exists() and not (tmp_path / "out.jsonl").exists()

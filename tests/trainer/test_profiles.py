@@ -1,7 +1,5 @@
 """`trainer.profile`: one trace for each process, and one file of all roles over the step."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A run that loses ranks goes on by itself, and ends as if it had not lost them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Runs with a reward model: its part of the reward, its place, and settings that do not fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from run_cases import timeless

@@ -1,7 +1,5 @@
 """`quadriga rm`: gradients, several ranks, resume, export, and data that does not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

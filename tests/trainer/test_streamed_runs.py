@@ -1,7 +1,5 @@
 """Runs with `trainer.max_staleness`: resumed to the bit, on ranks of their own, and refused."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

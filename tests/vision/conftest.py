@@ -1,7 +1,5 @@
 """One small model of text and images for all tests of this folder."""
 
-from __future__ import annotations
-
 import pytest
 import vision_cases as cases
 

@@ -1,7 +1,5 @@
 """Images and 3-D positions stay with their rows, in every operation and on ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import vision_cases as cases

@@ -1,7 +1,5 @@
 """Commands with images: a run of two steps, evaluation, generation, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

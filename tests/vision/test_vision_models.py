@@ -1,7 +1,5 @@
 """Rollout, log-probabilities and update of prompts with images are one function of the weights."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """A training engine and a rollout engine without computation."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import torch

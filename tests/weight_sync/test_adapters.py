@@ -1,7 +1,5 @@
 """A rollout engine that holds adapters receives its base once, and then only the adapters."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

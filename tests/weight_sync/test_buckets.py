@@ -1,7 +1,5 @@
 """Weights in buckets: what is sent is what arrives, and every mistake is named."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

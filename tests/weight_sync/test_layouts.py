@@ -1,18 +1,10 @@
 """Layouts by hand: tensor parallelism, fused projections, experts, adapters."""
 
-from __future__ import annotations
-
 import pytest
 from layout_cases import by_name, filled, values_of
 
 from quadriga.errors import ShapeError
-from quadriga.parallel.layouts import (
-    Degrees,
-    Model,
-    Stored,
-    Weight,
-    parallel_layout,
-)
+from quadriga.parallel.layouts import Degrees, Model, Stored, Weight, parallel_layout
 
 
 def arrays_of(layout):

@@ -1,7 +1,5 @@
 """Weight sync: all weights arrive, a missing or wrong weight is named; weight digests."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Weight syncs between real processes: values, bytes, memory, and mistakes that are named."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

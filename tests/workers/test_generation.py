@@ -13,11 +13,7 @@ from quadriga.protocol import DataProto, fields
 from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 from quadriga.trainer.stages import generation_inputs
 from quadriga.workers.actor_rollout_ref import generate_batch
-from quadriga.workers.method_fields import (
-    BEGUN_RESPONSES,
-    CONTINUE_SEQUENCES,
-    GENERATE_SEQUENCES,
-)
+from quadriga.workers.method_fields import BEGUN_RESPONSES, CONTINUE_SEQUENCES, GENERATE_SEQUENCES
 
 PAD, END = 0, 9
 PROMPTS = torch.tensor([[PAD, 3, 4], [5, 6, 7]])

@@ -1,7 +1,5 @@
 """The workers compute with Megatron-core on two ranks what they compute with FSDP on one."""
 
-from __future__ import annotations
-
 import megatron_cases
 import pytest
 import torch

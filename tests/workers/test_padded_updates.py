@@ -41,9 +41,7 @@ def test_a_padded_update_equals_that_of_one_rank(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("rows", "added"),
-    [(5, 0), (6, 1)],
-    ids=["an odd number", "a row whose partner is padding"],
+    ("rows", "added"), [(5, 0), (6, 1)], ids=["an odd number", "a row whose partner is padding"]
 )
 def test_a_row_without_a_partner_is_refused(folder, rows, added):
     worker = padded_cases.worker_of("update_rm", folder, rows)

@@ -1,7 +1,5 @@
 """Scores of a reward model against a plain forward pass of transformers' sequence classifier."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

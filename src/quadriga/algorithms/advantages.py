@@ -180,11 +180,7 @@ def opo(
 
 
 def gpg(
-    token_level_rewards_BT: Tensor,
-    response_mask_BT: Tensor,
-    groups: Groups,
-    *,
-    f_norm: float = 1.0,
+    token_level_rewards_BT: Tensor, response_mask_BT: Tensor, groups: Groups, *, f_norm: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute GPG advantages (arXiv 2504.02546): A_i = α·(r_i − mean r) / F_norm, α = B / (B − M).
 

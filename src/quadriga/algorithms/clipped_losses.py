@@ -176,9 +176,7 @@ def sapo(
 
 
 def policy_gradient(
-    log_prob_BT: Tensor,
-    advantages_BT: Tensor,
-    response_mask_BT: Tensor,
+    log_prob_BT: Tensor, advantages_BT: Tensor, response_mask_BT: Tensor
 ) -> PolicyLoss:
     """Compute the policy-gradient loss ℓ = −A·log π.
 

@@ -46,9 +46,7 @@ def kl_full(logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Ten
         raise AlgorithmError(f"`temperature` must be above 0, but is {temperature}.")
     vocabulary = logits.shape[-1]
     kl: Tensor = _FullKL.apply(  # type: ignore[no-untyped-call]  # torch does not type `apply`
-        logits.reshape(-1, vocabulary),
-        ref_logits.detach().reshape(-1, vocabulary),
-        temperature,
+        logits.reshape(-1, vocabulary), ref_logits.detach().reshape(-1, vocabulary), temperature
     )
     return kl.view(logits.shape[:-1])
 

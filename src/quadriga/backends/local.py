@@ -333,11 +333,7 @@ class LocalBackend(Backend):
         return InProcessStore()
 
     def submit(
-        self,
-        ranks: RankSet,
-        targets: Sequence[int],
-        calls: Sequence[Call],
-        timeout: float | None,
+        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call], timeout: float | None
     ) -> Sequence[Pending]:
         """Run each call to its end, rank after rank. A deadline applies to each rank by itself.
 

@@ -250,9 +250,7 @@ class RankWriter:
         self._error: Exception | None = None
 
     def start(
-        self,
-        copied: Callable[[RankState | None], RankState],
-        write: Callable[[RankState], None],
+        self, copied: Callable[[RankState | None], RankState], write: Callable[[RankState], None]
     ) -> None:
         """Copy the state, into the memory of the last copy, and write it in a thread.
 

@@ -344,7 +344,7 @@ def model_errors(folder: Path, what: str) -> Iterator[None]:
 
 
 _REFUSED = {
-    "falcon_h1": "transformers fills constants of its layers only in its causal language model",
+    "falcon_h1": "transformers fills constants of its layers only in its causal language model"
 }
 """Architecture -> why it cannot have a head."""
 

@@ -378,10 +378,7 @@ def _name_in_model(
 
 
 def _with_tied_names(
-    model: nn.Module,
-    state: Mapping[str, Tensor],
-    found: dict[str, Source],
-    new_prefix: str | None,
+    model: nn.Module, state: Mapping[str, Tensor], found: dict[str, Source], new_prefix: str | None
 ) -> WeightNames:
     """Check that each parameter and each saved buffer has one tensor."""
     # Tied: {"model.embed_tokens.weight", "lm_head.weight"} are one parameter. A folder that holds

@@ -213,11 +213,7 @@ def _check(lengths: NDArray[np.float64], k: int, equal_size: bool) -> None:
 
 
 def token_budget_micro_batches(
-    seqlens: LengthsLike,
-    max_tokens: int,
-    min_batches: int = 1,
-    *,
-    costs: LengthsLike | None = None,
+    seqlens: LengthsLike, max_tokens: int, min_batches: int = 1, *, costs: LengthsLike | None = None
 ) -> list[list[int]]:
     """Split the indices 0 … n-1 into few micro-batches of at most `max_tokens` tokens each.
 

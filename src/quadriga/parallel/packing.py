@@ -232,11 +232,7 @@ def first_row_with_same_prompt(prompts: Tensor, mask: Tensor) -> Tensor:
 
 
 def pack_rows(
-    input_ids: Tensor,
-    attention_mask: Tensor,
-    response_mask: Tensor,
-    *,
-    share_prompts: bool = True,
+    input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor, *, share_prompts: bool = True
 ) -> PackedBatch:
     """Pack [B, P + R] rows (left-padded prompts, then responses).
 

@@ -319,11 +319,7 @@ class RewardManager:
         if self._pool is not None:
             self._pool.close()
 
-    def _outcomes(
-        self,
-        texts: Sequence[str],
-        rows: Iterable[Sequence[object]],
-    ) -> list[Outcome]:
+    def _outcomes(self, texts: Sequence[str], rows: Iterable[Sequence[object]]) -> list[Outcome]:
         """Score texts, and set the attributes of the last batch."""
         samples = []  # all parts of row 0, then of row 1, …
         for row, (text, read) in enumerate(zip(texts, rows, strict=True)):

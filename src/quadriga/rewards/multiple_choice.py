@@ -30,8 +30,7 @@ _LETTER = re.compile(
     re.ASCII,
 )
 _SMALL = re.compile(
-    r"((?i:^|answer:|answer is:?(?= \(?[a-e]))\s*)\(?(?:([b-j])(?:\)|\.?$)|(a)\))",
-    re.MULTILINE,
+    r"((?i:^|answer:|answer is:?(?= \(?[a-e]))\s*)\(?(?:([b-j])(?:\)|\.?$)|(a)\))", re.MULTILINE
 )
 _BOXED = re.compile(r"(?i:option |choice )?(?:\( ?([A-J]) ?\)|([A-J])(?= *$|[.:)](?:[ \\]|$)))")
 _JOINED = r"(?: ?\([^()‹›]{0,60}\))?(?:,| and| or|, and|, or|/|\s*[,;]?\s*(?:and|or))? ?(?:boxed )?"

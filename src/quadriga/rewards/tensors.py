@@ -16,12 +16,7 @@ from torch import Tensor
 from quadriga.errors import ConfigError
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.rewards.functions import SCORED, Outcome, plain_extras
-from quadriga.rewards.manager import (
-    RewardManager,
-    mean_extras,
-    numbers_beside,
-    reward_components,
-)
+from quadriga.rewards.manager import RewardManager, mean_extras, numbers_beside, reward_components
 
 SCORES, EXTRA, KEY = "reward_tensor", "reward_extra_info", "reward_fn"
 Scored: TypeAlias = DataProto | DataProtoFuture

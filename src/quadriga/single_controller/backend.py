@@ -245,11 +245,7 @@ class Backend(Protocol):
         """The `protocol.Store` of remote fields."""
 
     def submit(
-        self,
-        ranks: RankSet,
-        targets: Sequence[int],
-        calls: Sequence[Call],
-        timeout: float | None,
+        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call], timeout: float | None
     ) -> Sequence[Pending]:
         """Send `calls[i]` to rank `targets[i]`. Do not wait for the results.
 

@@ -547,11 +547,7 @@ def check_mesh(mesh_name: str, dp_ranks: Sequence[int], collects: Sequence[bool]
 
 
 def split_arguments(
-    view: GroupView,
-    args: Arguments,
-    kwargs: KeywordArguments,
-    parts: int,
-    uneven: bool = False,
+    view: GroupView, args: Arguments, kwargs: KeywordArguments, parts: int, uneven: bool = False
 ) -> Split:
     """Split every batch into `parts` parts of equal length. Repeat any other value.
 

@@ -318,10 +318,7 @@ _DISPATCH = (
     *_MEGATRON,
 )
 
-_EXECUTE = (
-    ExecuteMode("ALL", all_ranks),
-    ExecuteMode("RANK_ZERO", first_rank, single=True),
-)
+_EXECUTE = (ExecuteMode("ALL", all_ranks), ExecuteMode("RANK_ZERO", first_rank, single=True))
 
 for _mode in _DISPATCH:
     Dispatch.add(_mode)

@@ -348,10 +348,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_dispatch_collect(
-        self,
-        mesh_name: str,
-        dispatch_dp_rank: dict[str, int],
-        collect_dp_rank: dict[str, bool],
+        self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
         """Register one mesh from the two dicts that `get_dispatch_collect` of a worker returns.
 

@@ -211,10 +211,7 @@ def _read_fields(
         return args, kwargs
     # Without materialize_futures a method receives futures, so none may become its batch.
     keep = partial(boundary.with_fields, names=names, futures=record.materialize_futures)
-    return (
-        tuple(map(keep, args)),
-        {key: keep(value) for key, value in kwargs.items()},
-    )
+    return (tuple(map(keep, args)), {key: keep(value) for key, value in kwargs.items()})
 
 
 def parts_of_ranks(view: GroupView, split: Split) -> list[Part]:
@@ -477,10 +474,7 @@ class WorkerGroup:
 
     @classmethod
     def _bound_names(
-        cls,
-        roles: Mapping[str, type],
-        role: str | None = None,
-        binding: BindingPolicy = bind_all,
+        cls, roles: Mapping[str, type], role: str | None = None, binding: BindingPolicy = bind_all
     ) -> dict[str, tuple[str, str]]:
         """Return the names that a group of these worker classes offers, as name → (role, method).
 

@@ -36,13 +36,7 @@ from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.stores import local_file
 from quadriga.containment import leave_closed_terminal
-from quadriga.errors import (
-    CheckpointError,
-    ConfigError,
-    InputError,
-    QuadrigaError,
-    first_line,
-)
+from quadriga.errors import CheckpointError, ConfigError, InputError, QuadrigaError, first_line
 from quadriga.files import refusal_in
 from quadriga.models.folder import local_folder
 from quadriga.observability.callbacks import Callbacks, callback_file

@@ -267,11 +267,7 @@ def methods_of(roles: Iterable[type]) -> list[str]:
 
 if TYPE_CHECKING:
     # Nothing of this block exists at run time.
-    from quadriga.workers.actor_rollout_ref import (
-        ActorRolloutRefWorker,
-        InFlightWorker,
-        SFTWorker,
-    )
+    from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker, InFlightWorker, SFTWorker
     from quadriga.workers.reward_model import PairTrainingWorker, RewardModelWorker
     from quadriga.workers.runtime import CriticWorker
 

@@ -1,7 +1,5 @@
 """Drivers of their own: `accumulator`, and `attach ADDRESS NAMESPACE PREFIX`."""
 
-from __future__ import annotations
-
 import sys
 
 import quadriga.compat.verl  # noqa: F401

@@ -1,7 +1,5 @@
 """A worker that Ray alone starts. Its process has the modules of verl from the first import on."""
 
-from __future__ import annotations
-
 import quadriga.compat.verl  # noqa: F401
 
 # isort: split

@@ -1,7 +1,5 @@
 """Workers with dispatch and execute modes that this file adds. See the fixture `mode_workers`."""
 
-from __future__ import annotations
-
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import (
     DISPATCH_MODE_FN_REGISTRY,

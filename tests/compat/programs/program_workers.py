@@ -1,7 +1,5 @@
 """Workers of the programs, in verl's spelling."""
 
-from __future__ import annotations
-
 import os
 
 import ray

@@ -1,7 +1,5 @@
 """Workers of `test_program_splitting`, also with dispatch functions that change no argument."""
 
-from __future__ import annotations
-
 from verl import DataProto
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import (

@@ -1,7 +1,5 @@
 """Programs about batches and modules."""
 
-from __future__ import annotations
-
 import pickle
 
 import ray

@@ -1,7 +1,5 @@
 """One PPO step with the names of verl and with those of Quadriga: the same numbers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

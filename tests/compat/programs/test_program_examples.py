@@ -1,7 +1,5 @@
 """Worked examples in verl's spelling. `examples/controller` has the same ones in ours."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs that mix `ray.get` with worker groups."""
 
-from __future__ import annotations
-
 import pytest
 import ray
 import torch

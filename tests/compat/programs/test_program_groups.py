@@ -1,7 +1,5 @@
 """Programs that use groups, and classes of groups, in verl's ways."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 

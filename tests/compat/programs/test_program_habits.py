@@ -1,7 +1,5 @@
 """Habits of programs written for verl: names that they replace, and the errors that they catch."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

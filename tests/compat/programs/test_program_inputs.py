@@ -1,7 +1,5 @@
 """Programs that make the datasets, samplers and rewards of verl's trainer themselves."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import DataLoader

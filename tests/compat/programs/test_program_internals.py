@@ -1,7 +1,5 @@
 """Programs that use parts of verl's controller: of dispatch functions, workers, fused classes."""
 
-from __future__ import annotations
-
 import os
 import pickle
 from unittest import mock

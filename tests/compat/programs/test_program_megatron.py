@@ -1,7 +1,5 @@
 """The MEGATRON dispatch modes on ranks whose groups Megatron-core has made."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from verl import DataProto

@@ -1,7 +1,5 @@
 """Programs that use verl's actors, critics, reward models and rollouts on engines of Quadriga."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification

@@ -1,7 +1,5 @@
 """Programs that add, replace and call dispatch and execute modes."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs that build the workers of the built-in roles and call their methods as in verl."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

@@ -1,7 +1,5 @@
 """Runners of verl that add roles: started and called, or refused with what to write instead."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ tests/single_controller/test_submission.py and tests/backends/test_partly_sent.p
 `send_to_ranks`, which sends them.
 """
 
-from __future__ import annotations
-
 import threading
 
 import pytest

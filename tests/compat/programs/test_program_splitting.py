@@ -1,7 +1,5 @@
 """How the calls of verl's groups split arguments: only lists with one entry per rank are split."""
 
-from __future__ import annotations
-
 import pytest
 import ray
 import torch

@@ -1,7 +1,5 @@
 """Programs that use verl's estimators, stages, helpers and entry points of training."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Programs about what a worker knows of its place."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

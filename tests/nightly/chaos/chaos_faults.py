@@ -16,12 +16,7 @@ from chaos_cluster import ThreeNodes, send_signal, stopped
 from chaos_model import as_batch, random_rows
 from chaos_world import CALL_S, Generation, Slot, StepEnded, World
 
-from quadriga.errors import (
-    CallTimeoutError,
-    QuadrigaError,
-    WorkerDiedError,
-    WorkerMethodError,
-)
+from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError, WorkerMethodError
 
 PAUSE_S = 1.0
 """Seconds between two faults."""

@@ -98,10 +98,7 @@ def fresh(rows: Rows, width: int) -> Rows:
     )
 
 
-METHODS: dict[str, Callable[[Rows, int], Rows]] = {
-    "affine": affine,
-    "fresh": fresh,
-}
+METHODS: dict[str, Callable[[Rows, int], Rows]] = {"affine": affine, "fresh": fresh}
 """The model of every method that takes a batch and one number."""
 
 

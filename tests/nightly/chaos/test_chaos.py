@@ -1,7 +1,5 @@
 """The chaos program reports planted faults, and a minute of it ends without a violation."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

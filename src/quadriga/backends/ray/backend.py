@@ -409,11 +409,7 @@ class RayBackend:
     # Calls
 
     def submit(
-        self,
-        ranks: RankSet,
-        targets: Sequence[int],
-        calls: Sequence[Call],
-        timeout: float | None,
+        self, ranks: RankSet, targets: Sequence[int], calls: Sequence[Call], timeout: float | None
     ) -> Sequence[Pending]:
         """Submit one actor task per rank, named "role.method"."""
         label = calls[0].label

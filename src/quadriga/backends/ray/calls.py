@@ -74,12 +74,7 @@ from quadriga.backends.ray.health import (
     lost_nodes,
     places,
 )
-from quadriga.backends.ray.pickling import (
-    BIG,
-    RayShared,
-    pickled_call,
-    send_code_of_loaded_files,
-)
+from quadriga.backends.ray.pickling import BIG, RayShared, pickled_call, send_code_of_loaded_files
 from quadriga.backends.ray.store import (
     RayHandle,
     Result,
@@ -527,10 +522,7 @@ _SHORT = 1000
 
 
 def send_to_ranks(
-    ranks: RankSet,
-    handles: Sequence[RankHandle],
-    calls: Sequence[Call],
-    send: Callable[..., Ref],
+    ranks: RankSet, handles: Sequence[RankHandle], calls: Sequence[Call], send: Callable[..., Ref]
 ) -> list[Ref]:
     """Send `calls[i]` to `handles[i]`. Return the references that `send` returns.
 

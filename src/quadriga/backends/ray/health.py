@@ -215,9 +215,7 @@ def end_own_processes() -> None:
 
 
 def on_node_of(
-    handles: Sequence[RankHandle],
-    function: Callable[[T], str],
-    argument: Callable[[RankHandle], T],
+    handles: Sequence[RankHandle], function: Callable[[T], str], argument: Callable[[RankHandle], T]
 ) -> dict[int, str]:
     """Run `function(argument(handle))` on the node of each rank; return the texts by rank.
 

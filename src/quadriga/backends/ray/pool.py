@@ -64,10 +64,7 @@ class _Part:
 
 
 def place(
-    pools: Sequence[RayResourcePool],
-    strategy: Strategy,
-    name: str | None,
-    device_name: str,
+    pools: Sequence[RayResourcePool], strategy: Strategy, name: str | None, device_name: str
 ) -> list[list[PlacementGroup]]:
     """Make the placement groups of all pools: for each pool one group per node.
 
@@ -284,10 +281,7 @@ class RayResourcePool(ResourcePool):
         return PoolNeeds(self.label, tuple(store), self.bundle(device_name))
 
     def get_placement_groups(
-        self,
-        strategy: Strategy = "STRICT_PACK",
-        name: str | None = None,
-        device_name: str = "cuda",
+        self, strategy: Strategy = "STRICT_PACK", name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
         """Return one placement group per node, in the order of the nodes' addresses.
 

@@ -31,11 +31,7 @@ from ray.util.scheduling_strategies import (
 from quadriga.backends.ray.calls import FULL_EVERY, RayBatch
 from quadriga.backends.ray.cluster import BESIDE, kill_actor, node_address, this_node
 from quadriga.backends.ray.pickling import send_code_of_loaded_files
-from quadriga.backends.ray.rank_process import (
-    AsyncRankProcess,
-    collect_rarely,
-    rank_process_class,
-)
+from quadriga.backends.ray.rank_process import AsyncRankProcess, collect_rarely, rank_process_class
 from quadriga.backends.ray.store import make_store
 from quadriga.errors import (
     CallTimeoutError,
@@ -305,10 +301,7 @@ class WorkerGroupRegisterCenter:
 
 
 def start_register_center(
-    prefix: str,
-    facts: Sequence[RankFacts],
-    detached: bool = False,
-    namespace: str | None = None,
+    prefix: str, facts: Sequence[RankFacts], detached: bool = False, namespace: str | None = None
 ) -> object:
     """Start the actor `{prefix}_register_center` and return its handle. It takes no CPU.
 

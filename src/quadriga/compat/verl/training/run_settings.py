@@ -46,12 +46,7 @@ _REWARD_MODEL = Role.RewardModel.key
 """Also the name of a section of verl, which a program may leave in its configuration."""
 
 
-def settings_of(
-    config: VerlConfig,
-    cls: type[C],
-    table: Mapping[str, Row],
-    tell: bool = True,
-) -> C:
+def settings_of(config: VerlConfig, cls: type[C], table: Mapping[str, Row], tell: bool = True) -> C:
     """Return our settings: `config` itself, or its translation. `tell`: report on stderr."""
     if isinstance(config, cls):
         return config
