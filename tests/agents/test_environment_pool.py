@@ -188,6 +188,17 @@ def test_an_episode_that_ended_is_dropped(pool):
     assert play(own, "one")[0].messages[0]["content"] == "row 0 ['one']"
 
 
+def test_a_process_that_stands_still_does_not_hold_the_caller(pool, monkeypatch):
+    monkeypatch.setattr("quadriga.rewards.pool._SEND_S", 3600)
+    own = pool(processes=1)
+    own.play(0, {"name": "a"}, acts(["block"]))
+    for number in range(1, 9):
+        own.play(number, {"name": "b" * (1 << 19)}, acts(["one"]))
+    found = answers(own, 9)
+    assert found.pop(0).status == "timed_out"
+    assert {answer.status for answer in found.values()} == {"observed"}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "error", "words"),
     [

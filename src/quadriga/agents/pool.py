@@ -31,6 +31,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import wait
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -124,12 +126,18 @@ class _Host:
     Attributes:
         alone: it hosts one episode, in whose call another process has died or stood still.
         ready: it has imported the file.
+        outbox: messages that a thread sends, so that a process that stands still holds nobody;
+            None: the last one.
     """
 
     process: PoolProcess
     alone: bool = False
     ready: bool = False
     episodes: set[int] = field(default_factory=set)
+    outbox: SimpleQueue[object] = field(default_factory=SimpleQueue)
+
+    def __post_init__(self) -> None:
+        Thread(target=_send_all, args=(self.process, self.outbox), daemon=True).start()
 
 
 @dataclass(eq=False)
@@ -206,7 +214,7 @@ class EpisodePool:
             self._kill(host)
             self._try_suspects()
         else:
-            _try_send(host.process, End(number))
+            host.outbox.put(End(number))
 
     def wait(self, timeout: float) -> bool:
         """Wait until `answers` would return some, but at most `timeout` seconds; return whether."""
@@ -239,6 +247,8 @@ class EpisodePool:
     def close(self) -> None:
         """Kill the processes and what they have started. All episodes are dropped."""
         kill_all(self._all, os.getpid())
+        for host in self._hosts:
+            host.outbox.put(None)
         for held in (self._episodes, self._hosts, self._suspects, self._answers):
             held.clear()
 
@@ -250,13 +260,13 @@ class EpisodePool:
         episode.host = host
         ref = self.environment if new else replace(self.environment, content=None)
         about = (episode.row, episode.prompt) if new else ({}, ())
-        turns, seen = episode.turns or [], episode.seen if new else {}
+        turns, seen = episode.turns or [], dict(episode.seen) if new else {}
         play = Play(number, ref, *about, turns, self.timeout_s, self._tells_chat, seen)
         calls = len(play.turns) + 2 if new else 1  # also that of the class and of `reset`
         episode.budget = self.timeout_s * calls + _LATE_S
         start = 0.0 if host.ready else _START_S
         episode.deadline = time.monotonic() + episode.budget + start
-        _try_send(host.process, play)
+        host.outbox.put(play)
 
     def _host(self, alone: bool) -> _Host:
         """Return the shared process with the fewest episodes, or a new process."""
@@ -322,12 +332,14 @@ class EpisodePool:
 
     def _kill(self, host: _Host) -> None:
         host.process.kill()
+        host.outbox.put(None)
         self._all.remove(host.process)
         self._hosts.remove(host)
 
 
-def _try_send(process: PoolProcess, message: object) -> None:
+def _send_all(process: PoolProcess, outbox: SimpleQueue[object]) -> None:
     try:
-        process.connection.send(message)
+        while (message := outbox.get()) is not None:
+            process.connection.send(message)
     except OSError:  # it has ended, or reads no more: `answers` finds that its pipe is closed
         process.popen.terminate()
