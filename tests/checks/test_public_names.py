@@ -146,5 +146,13 @@ def test_what_transformers_imports_shows_nothing():
     assert imported_by("quadriga.models.loading", ("transformers",)) == "['transformers']"
 
 
+def test_batches_and_ranks_do_not_import_the_compiler_of_torch():
+    """tensordict would import it: more time than all the rest, in each process."""
+    files = ("protocol.dataproto", "single_controller.padding", "backends.ray.rank_process")
+    modules = ", ".join(f"quadriga.{name}" for name in files)
+    watched = ("tensordict", "torch._dynamo", "sympy")
+    assert imported_by(modules, watched) == "['tensordict']"
+
+
 def test_an_imported_library_is_reported():
     assert imported_by("numpy", ("numpy",)) == "['numpy']"

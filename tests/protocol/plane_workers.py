@@ -9,11 +9,11 @@ import numpy as np
 import ray
 import torch
 from protocol_cases import Done
-from tensordict import TensorDictBase
 
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.contents import RemoteBatch
 from quadriga.protocol.storage import traffic
+from quadriga.protocol.tensordicts import TensorDictBase
 from quadriga.protocol.values import clone_value
 from quadriga.single_controller import (
     Dispatch,

@@ -9,11 +9,11 @@ from weakref import WeakSet
 import numpy as np
 import torch
 from PIL import Image
-from tensordict import TensorDict
 
 from quadriga.protocol import DataProto, Origin
 from quadriga.protocol.boundary import pack_result, unpack_result
 from quadriga.protocol.storage import InProcessStore, LocalHandle
+from quadriga.protocol.tensordicts import TensorDict
 from quadriga.protocol.threads import PendingValue
 from quadriga.protocol.values import build_jagged, object_array, same
 

@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.engines import memory as engine_memory
 from quadriga.errors import ConfigError
 from quadriga.parallel.device import planned_device
 from quadriga.rollout.memory import CONTEXT_BYTES
@@ -26,6 +27,21 @@ RANKS = ("trainer.n_gpus_per_node=2", "placement.actor=[0]", "placement.rollout=
 UPDATE, SYNC = "update of the actor", "weight sync"
 
 NO_COPY = "trainer.async_save=false"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _engines_are_counted_once():
+    """Most plans have engines of an earlier one, and to count one takes a third of a second."""
+    counted, count = {}, engine_memory.fsdp_memory
+
+    def found(*arguments):
+        if (key := repr(arguments)) not in counted:
+            counted[key] = count(*arguments)
+        return counted[key]
+
+    engine_memory.fsdp_memory = found
+    yield
+    engine_memory.fsdp_memory = count
 
 
 @pytest.fixture

@@ -80,6 +80,7 @@ def test_fine_tuning_is_traced(tiny_task, tmp_path, command):
     assert {"step", f"update_{command}"} <= names
 
 
+@pytest.mark.nightly
 def test_each_rank_of_ray_has_a_trace(train_overrides, tmp_path):
     metrics_of_run(
         [*train_overrides, "trainer.backend=ray", "trainer.num_cpus=2", "placement.actor=[0]",

@@ -25,7 +25,6 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, UntypedStorage
 
 from quadriga.errors import (
@@ -69,6 +68,7 @@ from quadriga.protocol.storage import (
     traffic,
     walk,
 )
+from quadriga.protocol.tensordicts import TensorDict, TensorDictBase
 from quadriga.protocol.threads import PendingValue, in_thread, wait_until
 from quadriga.protocol.values import Payload
 

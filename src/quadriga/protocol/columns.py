@@ -20,7 +20,6 @@ from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError, LostObjectError
@@ -48,6 +47,7 @@ from quadriga.protocol.storage import (
     traffic,
     transports,
 )
+from quadriga.protocol.tensordicts import NonTensorStack, TensorDict, TensorDictBase
 from quadriga.protocol.values import (
     CARRIER_OF_SIZE,
     NUMPY_KNOWS,

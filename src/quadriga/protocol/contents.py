@@ -21,7 +21,6 @@ from typing import Any, Generic, NamedTuple, Self, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import columns
@@ -34,6 +33,7 @@ from quadriga.protocol.columns import (
     local_value,
 )
 from quadriga.protocol.storage import Array, RowSelection
+from quadriga.protocol.tensordicts import TensorDict, TensorDictBase
 from quadriga.protocol.values import (
     LocalValue,
     clone_value,

@@ -11,7 +11,6 @@ from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -29,6 +28,7 @@ from quadriga.protocol.contents import (
 )
 from quadriga.protocol.message import Message, message_of, unpack
 from quadriga.protocol.storage import Array, RowSelection, chunk_bounds
+from quadriga.protocol.tensordicts import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from quadriga.protocol.values import (
     LocalValue,
     RowIndex,

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from tensordict import NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.config.paths import local_path
@@ -35,6 +34,7 @@ from quadriga.protocol import contents as halves
 from quadriga.protocol.columns import current_device, host_array, local_value
 from quadriga.protocol.contents import Contents
 from quadriga.protocol.storage import Array
+from quadriga.protocol.tensordicts import NonTensorStack, TensorDict, TensorDictBase
 from quadriga.protocol.values import (
     build_jagged,
     dtype_name,

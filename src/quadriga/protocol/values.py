@@ -28,11 +28,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from quadriga.errors import FieldError, ProtocolError
 from quadriga.protocol.storage import Array, Ints, RowSelection
+from quadriga.protocol.tensordicts import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 ObjectArray: TypeAlias = NDArray[np.object_]
 LocalValue: TypeAlias = torch.Tensor | TensorDictBase | Array

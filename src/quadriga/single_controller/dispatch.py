@@ -40,10 +40,10 @@ from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller.rank_layout import GroupLayout
 
 if TYPE_CHECKING:
-    from tensordict import TensorDict, TensorDictBase
     from typing_extensions import TypeIs
 
     from quadriga.protocol import DataProto, DataProtoFuture
+    from quadriga.protocol.tensordicts import TensorDict, TensorDictBase
 
     Batch = DataProto | DataProtoFuture | TensorDictBase
     AsFuture = Callable[[object], DataProtoFuture]
@@ -358,9 +358,8 @@ def register_reference(kind: type, as_future: AsFuture) -> None:
 
 @cache
 def _types() -> tuple[type[DataProto], type[DataProtoFuture], type[TensorDictBase]]:
-    from tensordict import TensorDictBase
-
     from quadriga.protocol import DataProto, DataProtoFuture
+    from quadriga.protocol.tensordicts import TensorDictBase
 
     return DataProto, DataProtoFuture, TensorDictBase
 
@@ -608,9 +607,8 @@ def join(view: GroupView, outputs: Sequence[object], parts: Sequence[int] | None
     if all(output is None for output in outputs):
         return None
     if is_batch(outputs[0]):
-        from tensordict import TensorDict
-
         from quadriga.protocol import DataProto, DataProtoFuture
+        from quadriga.protocol.tensordicts import TensorDict
 
         protos = [output for output in outputs if isinstance(output, DataProto)]
         if len(protos) == len(outputs):

@@ -20,11 +20,11 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 
 from quadriga.errors import LengthError
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor
 from quadriga.protocol.dataproto import PADDING_FIELD
+from quadriga.protocol.tensordicts import TensorDict
 
 BatchT = TypeVar("BatchT", DataProto, TensorDict)
 

@@ -9,10 +9,9 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from tensordict import TensorDictBase
-
 from quadriga.protocol import DataProto, DataProtoFuture
 from quadriga.protocol.boundary import Part, unpack_result
+from quadriga.protocol.tensordicts import TensorDictBase
 
 
 class ReferencedValue(DataProtoFuture):

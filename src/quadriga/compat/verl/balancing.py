@@ -8,7 +8,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
 
 from quadriga.compat.verl.tensordicts import select_rows
 from quadriga.errors import LengthError
@@ -16,6 +15,7 @@ from quadriga.parallel.balancing import get_seqlen_balanced_partitions, token_bu
 from quadriga.parallel.device import get_device_name
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.contents import RemoteBatch
+from quadriga.protocol.tensordicts import TensorDict
 from quadriga.protocol.values import from_index, jagged_parts, take_jagged
 
 UidT = TypeVar("UidT")

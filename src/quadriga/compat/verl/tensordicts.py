@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from quadriga.errors import ConflictError, FieldError, LengthError
 from quadriga.protocol import DataProto, pad_dataproto_to_divisor, union_tensor_dict
+from quadriga.protocol.tensordicts import NonTensorData, NonTensorStack, TensorDict
 from quadriga.protocol.values import concat_jagged, from_index, same
 
 Field: TypeAlias = torch.Tensor | NonTensorStack | NonTensorData

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
 from torch import Tensor
 
 from quadriga import protocol
@@ -20,6 +19,7 @@ from quadriga.compat.verl.tensordicts import chunk_tensordict, concat_tensordict
 from quadriga.errors import FieldError, InputError, LengthError
 from quadriga.models import log_probs
 from quadriga.models.log_probs import entropy_from_logits
+from quadriga.protocol.tensordicts import TensorDict
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -30,12 +30,12 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeVar, cast
 
 import torch
-from tensordict import TensorDict
 
 from quadriga import protocol, single_controller
 from quadriga.compat.verl.controller.references import all_references, is_reference, pending_values
 from quadriga.errors import DispatchError, FieldError, LengthError
 from quadriga.protocol import DataProto
+from quadriga.protocol.tensordicts import TensorDict
 from quadriga.protocol.threads import PendingValue
 from quadriga.single_controller import Dispatch, Execute, dispatch
 from quadriga.single_controller.dispatch import (
