@@ -33,9 +33,11 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 demo: $(INSTALLED)
 	@$(BIN)/python -m quadriga.cli.main demo $(DEMO_ARGS)
 
-# The tests start some hundred processes: each would compile the package again.
+# The tests start some hundred processes: each would compile the package again. The processes of
+# pytest use all cores, so that torch has one thread. The order of the files is that of tests/conftest.py.
+FILES := --dist loadfile --no-loadscope-reorder --max-worker-restart 1
 test: lint types
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1 $(TEST_ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(FILES) $(TEST_ARGS)
 
 check: lint types
 	@$(BIN)/python -m pytest tests/checks -k "not test_document_code and not test_call_files"
@@ -53,7 +55,7 @@ bench: $(INSTALLED_DEV)
 
 nightly: NIGHTLY := -m nightly --timeout 3600 -o faulthandler_timeout=3700
 nightly: $(INSTALLED_DEV)
-	@$(BIN)/python -m pytest $(NIGHTLY) -n $(TEST_WORKERS) --dist loadfile --max-worker-restart 1 --ignore tests/nightly $(TEST_ARGS)
+	@$(BIN)/python -m pytest $(NIGHTLY) -n $(TEST_WORKERS) $(FILES) --ignore tests/nightly $(TEST_ARGS)
 	@$(BIN)/python -m pytest $(NIGHTLY) tests/nightly $(TEST_ARGS)
 
 docs: $(INSTALLED)

@@ -157,8 +157,12 @@ class Interrupted:
 
 @pytest.mark.parametrize(
     ("event", "times", "done"),
-    [("on_step", 1, [1]), ("on_step", 2, [1]), ("on_start", 1, []),
-     pytest.param("on_save", 1, [1], marks=pytest.mark.nightly)],
+    [
+        ("on_step", 1, [1]),
+        ("on_step", 2, [1]),
+        ("on_start", 1, []),
+        pytest.param("on_save", 1, [1], marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize("backend", ["local", pytest.param("ray", marks=pytest.mark.nightly)])
 def test_ctrl_c_leaves_a_run_that_goes_on_and_no_process(model, backend, event, times, done):

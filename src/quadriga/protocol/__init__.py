@@ -7,8 +7,9 @@
   process boundary, and results of calls that have not returned.
 - `fields.py`, `threads.py`: names of all fields; results that may not exist yet.
 
-Each file imports only from those before it in this order: `tensordicts` (the classes of tensordict),
-`storage`, `values`, `columns`, `contents`, `disk`, `message`, `dataproto`, `boundary`.
+`tensordicts.py` imports the classes of tensordict. Each file imports only from it and from those
+before it in this order: `storage`, `values`, `columns`, `contents`, `disk`, `message`, `dataproto`,
+`boundary`.
 Of the rest of quadriga only `errors`, `files` and `lazy` are imported. Public names load when they
 are first used, so that importing this package imports neither torch nor tensordict.
 """
