@@ -6,11 +6,9 @@ import gc
 import logging
 import os
 import shutil
-import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -117,39 +115,19 @@ class ThreeNodes:
 
     def shutdown(self) -> list[str]:
         """End the cluster. Return the processes that are still there after a while."""
-        self._processes += [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if process not in self._processes
-        ]
+        processes = {*self._processes, *psutil.Process().children(recursive=True)}
         ray.shutdown()
         self._cluster.shutdown()
-        wait_until(lambda: not self._left(), SETTLE_S)
-        left = self._left()
+        _, left = psutil.wait_procs(processes, timeout=SETTLE_S)
         self.kill()
-        return left
-
-    def _left(self) -> list[str]:
-        return [
-            f"{process.pid} {process.name()}"
-            for process in self._processes
-            if is_running(process.pid) and process.is_running()
-        ]
+        return [f"{process.pid} {process.name()}" for process in left]
 
     def kill(self) -> None:
         """End every process of the cluster at once and delete the folder of the run."""
-        for process in [*self._processes, *psutil.Process().children(recursive=True)]:
+        for process in {*self._processes, *psutil.Process().children(recursive=True)}:
             if process.is_running():
                 process.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -160,21 +138,3 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
             return False
         time.sleep(0.1)
     return True
-
-
-def send_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that may have ended."""
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        return
-
-
-@contextmanager
-def stopped(pid: int) -> Iterator[None]:
-    """Stop a process for the length of the block."""
-    send_signal(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        send_signal(pid, signal.SIGCONT)

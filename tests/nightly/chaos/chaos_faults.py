@@ -6,15 +6,16 @@ The choices of fault `n` depend on the seed and `n` only.
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from chaos_cluster import ThreeNodes, send_signal, stopped
 from chaos_model import as_batch, random_rows
-from chaos_world import CALL_S, Generation, Slot, StepEnded, World
+from chaos_world import CALL_S, Expected, Generation, World
 
 from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError, WorkerMethodError
 
@@ -29,170 +30,118 @@ MEDIUM_S = 20.0
 class Faults:
     """The fault thread. `run` injects faults until the world is finished."""
 
-    def __init__(self, world: World, nodes: ThreeNodes, seed: int) -> None:
-        self.world, self.nodes, self.seed = world, nodes, seed
-        self.count = 0
-        self._gates = itertools.count()
+    def __init__(self, world: World, folder: Path, seed: int) -> None:
+        self.world, self.folder, self.seed = world, folder, seed
+        self._numbers = itertools.count()
 
     def run(self) -> None:
         """Inject faults with pauses between them."""
-        while not self.world.finished.wait(PAUSE_S):
-            self.step()
+        self.world.repeat(self.step, PAUSE_S)
 
     def step(self) -> None:
         """Inject one fault."""
-        rng = random.Random(f"{self.seed}/faults/{self.count}")
-        self.count += 1
+        rng = random.Random(f"{self.seed}/faults/{next(self._numbers)}")
         fault = rng.choices(list(FAULTS), list(FAULTS.values()))[0]
-        slot = rng.choice(self.world.slots)
-        if slot.current is None:
-            return
-        name = fault.__name__
-        self.world.report.action(f"[faults] {self.count}: {name} on {slot.name}")
-        self.world.report.count_fault(name)
-        try:
-            fault(self, slot, slot.current, rng)
-        except StepEnded:
-            return
-        except Exception as error:  # recorded as a violation, the program goes on
-            text = f"{type(error).__name__}: {error}"
-            self.world.report.violation("error outside of an operation", text, f"fault {name}")
+        generation = rng.choice(self.world.slots).current
+        if generation is not None:
+            self.world.action(f"{fault.__name__} on {generation.slot.name}")
+            fault(self, generation, rng)
 
     @contextmanager
     def gate(self) -> Iterator[str]:
         """Yield the path of a closed gate. The end of the block opens it."""
-        path = self.nodes.folder / f"gate-{next(self._gates)}"
+        path = self.folder / f"gate-{next(self._numbers)}"
         try:
             yield str(path)
         finally:
             path.touch()
 
-    def expect(
-        self,
-        label: str,
-        kinds: tuple[type[QuadrigaError], ...],
-        deadline_s: float,
-        run: Callable[[], object],
-        generation: Generation,
-        rank: int | None = None,
-    ) -> None:
-        """Run a call that must raise one of `kinds`, which must name the slot and the rank.
-
-        An error that another fault explains is accepted too.
-        """
-        with self.world.watchdog.watch(label, deadline_s) as operation:
-            try:
-                value = run()
-            except kinds as error:
-                error.__traceback__ = None
-                # Several ranks may be late: those that run calls of other threads are too.
-                ranks = {vars(error).get("rank"), *vars(error).get("stacks", ())}
-                seen = vars(error).get("role"), ranks
-                if rank is not None and (seen[0] != generation.slot.name or rank not in ranks):
-                    message = f"expected {generation.slot.name}, rank {rank}, got {seen}: {error}"
-                    self.world.report.violation("wrong name in an error", message, label)
-                self.world.report.count_error(error)
-                return
-            except Exception as error:
-                self.world.judge(error, operation, frozenset({generation}))
-                error.__traceback__ = None
-                return
-        names = " or ".join(kind.__name__ for kind in kinds)
-        self.world.report.violation("no error", f"expected {names}, got {value!r:.200}", label)
+    def kill(self, generation: Generation, rank: int) -> None:
+        """Kill a rank."""
+        self.world.mark_killed(generation)
+        os.kill(generation.pids[rank], signal.SIGKILL)
 
     def restart(self, generation: Generation, rng: random.Random) -> None:
         """Replace a group some of whose ranks are dead."""
-        slot = generation.slot
-        slot.current = None
         self.world.end(generation)
-        self.world.start(slot, rng)
+        self.world.start(generation.slot, rng)
 
 
-def kill(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
+def kill(faults: Faults, generation: Generation, rng: random.Random) -> None:
     """Kill an idle rank. The next call names it."""
+    slot = generation.slot
     rank = rng.randrange(slot.size)
-    faults.world.mark_killed(generation)
-    send_signal(generation.pids[rank], signal.SIGKILL)
+    faults.kill(generation, rank)
     time.sleep(rng.choice([0.0, 0.5, 2.0]))
-    method = generation.group.note.options(timeout=MEDIUM_S)
-    died = (WorkerDiedError,)
-    faults.expect(
-        f"call after kill of {slot.name} {rank}",
-        died,
-        MEDIUM_S,
-        lambda: method("x"),
-        generation,
-        rank,
-    )
+    died = Expected(WorkerDiedError, slot, rank)
+    with faults.world.operation("call after a kill", {generation}, MEDIUM_S, died):
+        generation.group.note.options(timeout=MEDIUM_S)("x")
     faults.restart(generation, rng)
 
 
-def kill_in_call(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
+def kill_in_call(faults: Faults, generation: Generation, rng: random.Random) -> None:
     """Kill a rank that runs a call while another controller thread waits for it."""
+    slot = generation.slot
     rank = rng.randrange(slot.size)
+    died = Expected(WorkerDiedError, slot, rank)
     with faults.gate() as gate:
         future = generation.group.wait_on.options(timeout=MEDIUM_S).submit(rank, gate)
         time.sleep(rng.choice([0.2, 1.0]))
-        faults.world.mark_killed(generation)
-        send_signal(generation.pids[rank], signal.SIGKILL)
-        died = (WorkerDiedError,)
-        label = f"get after kill of {slot.name} {rank} in a call"
-        faults.expect(label, died, MEDIUM_S, future.get, generation, rank)
+        faults.kill(generation, rank)
+        with faults.world.operation("get after a kill in a call", {generation}, MEDIUM_S, died):
+            future.get()
     faults.restart(generation, rng)
 
 
-def stop_beyond_deadline(
-    faults: Faults, slot: Slot, generation: Generation, rng: random.Random
-) -> None:
+def stop_beyond_deadline(faults: Faults, generation: Generation, rng: random.Random) -> None:
     """Stop a rank for longer than the deadline of a call."""
+    slot = generation.slot
     rank = rng.randrange(slot.size)
-    method = generation.group.note.options(timeout=SHORT_S)
-    with stopped(generation.pids[rank]):
-        late = (CallTimeoutError,)
-        label = f"deadline of stopped {slot.name} {rank}"
-        faults.expect(label, late, SHORT_S, lambda: method(f"late{faults.count}"), generation, rank)
+    late = Expected(CallTimeoutError, slot, rank)
+    os.kill(generation.pids[rank], signal.SIGSTOP)
+    try:
+        with faults.world.operation("deadline of a stopped rank", {generation}, SHORT_S, late):
+            generation.group.note.options(timeout=SHORT_S)(f"late{next(faults._numbers)}")
+    finally:
+        os.kill(generation.pids[rank], signal.SIGCONT)
 
 
-def raise_through_future(
-    faults: Faults, slot: Slot, generation: Generation, rng: random.Random
-) -> None:
-    """The same, and another group waits for the result as its argument."""
-    other = rng.choice([s for s in faults.world.slots if s is not slot])
-    consumer = other.current
+def raise_through_future(faults: Faults, generation: Generation, rng: random.Random) -> None:
+    """A rank raises while another group waits for the result as its argument."""
+    slot = generation.slot
+    consumer = rng.choice([s for s in faults.world.slots if s is not slot]).current
     if consumer is None:
         return
     rank = rng.randrange(slot.size)
     batch = as_batch(random_rows(rng, 6, 40))
+    raised = Expected(WorkerMethodError, consumer.slot)
     with faults.gate() as gate:
         made = generation.group.rows_or_raise.options(timeout=MEDIUM_S).submit(batch, rank, gate)
         method = consumer.group.affine.options(timeout=MEDIUM_S)
-        label = f"error of {slot.name} {rank} in an argument of {other.name}"
-        raised = (WorkerMethodError,)
-        faults.expect(label, raised, MEDIUM_S, lambda: method(made, 2), consumer)
+        with faults.world.operation("error in an argument", {consumer}, MEDIUM_S, raised):
+            method(made, 2)
 
 
-def cancel(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
+def cancel(faults: Faults, generation: Generation, rng: random.Random) -> None:
     """Cancel a call that runs and one that waits behind it. Later calls work."""
+    group, uses = generation.group, {generation}
     with faults.gate() as gate:
-        first = generation.group.wait_on.options(timeout=MEDIUM_S).submit(0, gate)
-        second = generation.group.note.options(timeout=MEDIUM_S).submit(f"cancelled{faults.count}")
+        first = group.wait_on.options(timeout=MEDIUM_S).submit(0, gate)
+        second = group.note.options(timeout=MEDIUM_S).submit(f"off{next(faults._numbers)}")
         for future in (second, first):
-            with faults.world.watchdog.watch(f"cancel on {slot.name}", SHORT_S):
+            with faults.world.operation("cancel", uses, SHORT_S):
                 future.cancel()
     for future in (first, second):
-        with faults.world.watchdog.watch(f"get of a cancelled call on {slot.name}", MEDIUM_S):
-            try:
-                future.get()
-            except QuadrigaError as error:
-                error.__traceback__ = None
-                faults.world.report.count_error(error)
-    with faults.world.operation(f"call after cancel on {slot.name}", frozenset({generation})):
-        generation.group.pid.options(timeout=CALL_S)()
+        get = faults.world.operation("get of a cancelled call", uses, MEDIUM_S)
+        with get, suppress(QuadrigaError):
+            future.get()
+    with faults.world.operation("call after a cancelled one", uses):
+        group.pid.options(timeout=CALL_S)()
 
 
-def check_order(faults: Faults, slot: Slot, generation: Generation, rng: random.Random) -> None:
+def check_order(faults: Faults, generation: Generation, rng: random.Random) -> None:
     """Every rank has received the calls of all threads in the same order."""
-    with faults.world.operation(f"notes of {slot.name}", frozenset({generation})):
+    with faults.world.operation("notes", {generation}):
         notes = generation.group.notes.options(timeout=CALL_S)()
     # Only tokens that all ranks have: the calls that this one has overtaken are not compared.
     shared = set(notes[0]).intersection(*notes[1:])
@@ -201,12 +150,12 @@ def check_order(faults: Faults, slot: Slot, generation: Generation, rng: random.
         wrong = [i for i, (a, b) in enumerate(zip(orders[0], order, strict=True)) if a != b]
         if wrong:
             at = slice(max(0, wrong[0] - 1), wrong[0] + 3)
-            message = f"{slot.name}: rank 0 ran {orders[0][at]}, rank {rank} ran {order[at]}"
-            faults.world.report.violation("order differs between ranks", message, "notes")
+            message = f"rank 0 ran {orders[0][at]}, rank {rank} ran {order[at]}"
+            faults.world.violation("order differs", f"{generation.slot.name}: {message}")
             return
 
 
-FAULTS: dict[Callable[[Faults, Slot, Generation, random.Random], None], int] = {
+FAULTS: dict[Callable[[Faults, Generation, random.Random], None], int] = {
     kill: 2,
     kill_in_call: 2,
     stop_beyond_deadline: 2,

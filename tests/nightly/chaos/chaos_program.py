@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable
 
 import chaos_model
-from chaos_model import as_batch, random_rows
+from chaos_model import as_batch, random_rows, take
 from chaos_world import CALL_S, Generation, Slot, StepEnded, Tracked, World
 
 from quadriga.protocol import DataProtoFuture
@@ -31,48 +31,30 @@ class Program:
         self.steps = 0
 
     def run(self) -> None:
-        """Run steps. An error outside of an operation is a violation: the program is wrong."""
-        while not self.world.finished.is_set():
-            self.step()
+        """Run steps."""
+        self.world.repeat(self.step)
         self.batches.clear()
 
     def step(self) -> None:
-        """Run one step."""
+        """Run one step. After an error, batches whose group was killed are dropped."""
         rng = random.Random(f"{self.seed}/{self.name}/{self.steps}")
         self.steps += 1
         action = rng.choices(list(ACTIONS), list(ACTIONS.values()))[0]
-        where = f"{self.name} step {self.steps}: {action.__name__}"
         try:
             action(self, rng)
         except StepEnded:
-            self.forget_lost()
+            whole = (one for one in self.batches if not any(g.killed for g in one.sources))
+            self.batches = list(whole)
             self.world.finished.wait(PAUSE_S)
-        except Exception as error:  # recorded as a violation, the program goes on
-            text = f"{type(error).__name__}: {error}"
-            self.world.report.violation("error outside of an operation", text, where)
-        del self.batches[: max(0, len(self.batches) - KEPT)]
-
-    def forget_lost(self) -> None:
-        """Drop batches whose group was killed."""
-        self.batches = [
-            tracked
-            for tracked in self.batches
-            if all(generation.killed_at is None for generation in tracked.sources)
-        ]
+        del self.batches[:-KEPT]
 
     def pick(self, rng: random.Random) -> Tracked:
-        """Return one of the batches, or a new one."""
+        """Return one of the batches, or a new one whose rows divide among the ranks of every slot.
+        It may be a future."""
         if not self.batches or rng.random() < 0.25:
-            self.batches.append(new_batch(rng))
+            rows = random_rows(rng, 6 * rng.randint(1, 3), rng.choice(WIDTHS))
+            self.batches.append(Tracked(as_batch(rows), rows))
         return rng.choice(self.batches)
-
-    def pick_ready(self, rng: random.Random) -> Tracked:
-        """Return one of the batches. If it is a future, wait for it."""
-        tracked = self.pick(rng)
-        if isinstance(tracked.data, DataProtoFuture):
-            with self.world.operation("get of a kept future", tracked.sources):
-                tracked.data = tracked.data.get()
-        return tracked
 
     def slot(self, rng: random.Random, coroutines: bool = False) -> tuple[Slot, Generation]:
         """Return a slot and its group."""
@@ -83,26 +65,17 @@ class Program:
         return slot, slot.current
 
 
-def new_batch(rng: random.Random) -> Tracked:
-    """Return a local batch. Its number of rows divides among the ranks of every slot."""
-    rows = random_rows(rng, 6 * rng.randint(1, 3), rng.choice(WIDTHS))
-    return Tracked(as_batch(rows), rows)
-
-
-# Calls
-
-
 def call(program: Program, rng: random.Random) -> None:
     """Call a method, blocking or through a future that is kept."""
     slot, generation = program.slot(rng)
-    tracked = program.pick_ready(rng)
+    tracked = program.pick(rng)
+    program.world.wait(tracked)
     method = rng.choice(list(chaos_model.METHODS))
     number = rng.choice(WIDTHS) if method == "fresh" else rng.randint(2, 5)
     uses = tracked.sources | {generation}
     bound = getattr(generation.group, method).options(timeout=CALL_S)
     keep_future = rng.random() < 0.4
-    label = f"call {slot.name}.{method}({number}) of {len(tracked.rows)} rows"
-    with program.world.operation(label, uses):
+    with program.world.operation(f"call {slot.name}.{method}({number})", uses):
         result = bound.submit(tracked.data, number) if keep_future else bound(tracked.data, number)
     result = Tracked(result, chaos_model.METHODS[method](tracked.rows, number), uses)
     if not keep_future and rng.random() < 0.6:
@@ -113,8 +86,7 @@ def call(program: Program, rng: random.Random) -> None:
 
 def call_chain(program: Program, rng: random.Random) -> None:
     """Pass futures as arguments through groups of other sizes, without waiting."""
-    tracked = program.pick(rng)
-    current = Tracked(tracked.data, tracked.rows, tracked.sources)
+    current = program.pick(rng)
     for _ in range(rng.randint(2, 4)):
         slot, generation = program.slot(rng)
         factor = rng.randint(2, 5)
@@ -135,18 +107,19 @@ def chunked(program: Program, rng: random.Random, tracked: Tracked) -> Tracked:
     """Split a future and join its parts in another order, without waiting."""
     count = rng.choice([2, 3])
     order = rng.sample(range(count), count)
-    size = len(tracked.rows) // count
+    size = len(tracked.rows["id"]) // count
     with program.world.operation("split of a future", tracked.sources):
         pieces = tracked.data.chunk(count)
         joined = DataProtoFuture.concat([pieces[i] for i in order])
     index = [row for i in order for row in range(i * size, (i + 1) * size)]
-    return Tracked(joined, tracked.rows.take(index), tracked.sources)
+    return Tracked(joined, take(tracked.rows, index), tracked.sources)
 
 
 def call_coroutines(program: Program, rng: random.Random) -> None:
     """Start several calls of a coroutine method whose results share one buffer in each rank."""
     slot, generation = program.slot(rng, coroutines=True)
-    rows = random_rows(rng, 6, rng.choice(WIDTHS[2:])).select(["id", "x"])
+    whole = random_rows(rng, 6, rng.choice(WIDTHS[2:]))
+    rows = {key: whole[key] for key in ("id", "x")}
     uses = frozenset({generation})
     started = []
     method = generation.group.affine_later.options(timeout=CALL_S)
@@ -162,17 +135,16 @@ def call_coroutines(program: Program, rng: random.Random) -> None:
 def call_note(program: Program, rng: random.Random) -> None:
     """Leave a token on every rank. At the end all ranks have the same order of tokens."""
     slot, generation = program.slot(rng)
-    token = f"{program.name}-{program.steps}"
     group = generation.group
     later = slot.has_coroutines and rng.random() < 0.7
     method = (group.note_later if later else group.note).options(timeout=CALL_S)
     with program.world.operation(f"note on {slot.name}", frozenset({generation})):
-        method(token)
+        method(f"{program.name}-{program.steps}")
 
 
 def read(program: Program, rng: random.Random) -> None:
     """Compare a batch that was kept."""
-    program.world.check(program.pick_ready(rng), "a kept batch")
+    program.world.check(program.pick(rng), "a kept batch")
 
 
 ACTIONS: dict[Callable[[Program, random.Random], None], int] = {
