@@ -35,12 +35,13 @@ def settings_of(kind: str, ran: Path) -> list[str]:
     return {
         "user_files": [f"algorithm.user_files=[{file}]"],
         "reward": [f"reward.path={file}"],
+        "agent": [f"agent.path={file}"],
         "part": [f"reward.parts={{a: {{path: {file}}}}}"],
         "python": [f"{rollout}.name=sglang", f"{rollout}.options={{python: {program}}}"],
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["user_files", "reward", "part", "python"])
+@pytest.mark.parametrize("kind", ["user_files", "reward", "agent", "part", "python"])
 @pytest.mark.parametrize(
     ("words", "problem"),
     [

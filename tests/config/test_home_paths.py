@@ -17,6 +17,7 @@ from quadriga.config.convert import is_settings, walk_keys
 from quadriga.config.loading import load_config, to_yaml
 from quadriga.config.paths import PathSettings, absolute_paths, local_path
 from quadriga.config.schema import (
+    AgentConfig,
     AlgorithmConfig,
     DataConfig,
     DatasetClassConfig,
@@ -172,6 +173,7 @@ def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home):
         "data.py": "content of data.train_files",
         "rule.py": "content of reward.path",
         "part.py": "content of reward.parts",
+        "game.py": "content of agent.path",
         "set.py": "content of data.dataset.path",
         "order.py": "content of data.sampler.path",
         "mine.py": "content of algorithm.user_files",
@@ -186,6 +188,7 @@ def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home):
         ),
         reward=RewardConfig(path="~/rule.py", parts={"own": {"path": "~/part.py"}}),
         algorithm=AlgorithmConfig(user_files=["~/mine.py"]),
+        agent=AgentConfig(path="~/game.py"),
     )
     for name, key in keys.items():
         before = inputs_of(config)

@@ -27,7 +27,7 @@ from quadriga.observability.callbacks import callback_file
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_FILES = ("reward.path", "data.dataset.path", "data.sampler.path")
+_FILES = ("reward.path", "agent.path", "data.dataset.path", "data.sampler.path")
 
 
 def code_in(config: DataclassInstance) -> list[str]:

@@ -164,6 +164,7 @@ def inputs_of(config: AnyRun) -> dict[str, object]:
             "critic.model": config.critic.model,
         }
         files["algorithm.user_files"] = config.algorithm.user_files
+        files["agent.path"] = [config.agent.path]
         files["data.dataset.path"] = [config.data.dataset.path]
         files["data.sampler.path"] = [config.data.sampler.path]
         # A role of the user in its place has a section of another class.
