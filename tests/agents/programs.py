@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 
 from quadriga.agents.environments import Done
 
 USER = {"role": "user"}
+waiting = []
 
 
 async def talk(model, row):
@@ -108,6 +110,22 @@ async def refused(model, row):
             assert found.json()["error"]["message"]
     await model.chat(body["messages"])
     return len(cases)
+
+
+async def asks_behind_its_end(model, row):
+    """Its second request is refused when the episode ends before the turn; a file says so."""
+    import httpx2
+
+    async def ask():
+        body = {"model": model.name, "messages": [USER | {"content": "b"}]}
+        async with httpx2.AsyncClient(timeout=60) as client:
+            url, key = f"{model.base_url}/chat/completions", {"Authorization": model.api_key}
+            found = await client.post(url, json=body, headers=key)
+        Path(row["name"]).write_text(f"{found.status_code} {found.text}")
+
+    waiting.append(asyncio.create_task(ask()))
+    await model.chat([USER | {"content": "a"}])
+    await asyncio.sleep(60)
 
 
 async def in_a_process(model, row):

@@ -21,11 +21,11 @@ class Policy:
         ref = EnvironmentRef(FILE, name, options, tool_format=tool_format).loaded()
         self.pool, self.turns = EpisodePool(ref, 1, timeout_s), []
 
-    def answer(self, *texts, **more) -> Answer:
+    def answer(self, *texts, name="row", **more) -> Answer:
         self.turns += [
             Action(text, turn, **more) for turn, text in enumerate(texts, len(self.turns) + 1)
         ]
-        self.pool.play(0, {"name": "row"}, self.turns)
+        self.pool.play(0, {"name": name}, self.turns)
         until = time.monotonic() + 60
         while not (found := self.pool.answers()):
             assert time.monotonic() < until
@@ -109,6 +109,18 @@ def test_a_request_that_is_given_up_is_answered_to_nobody(policy):
     assert seen(own.answer()) == (["slow"], True)
     time.sleep(0.3)
     assert own.answer("late").rewards == [0.25]
+
+
+def test_a_request_that_waits_when_the_episode_ends_is_refused(policy, tmp_path):
+    own, file = policy("asks_behind_its_end"), tmp_path / "answer"
+    assert seen(own.answer(name=str(file))) == (["a"], True)
+    assert seen(own.answer("one")) == (["b"], True)
+    own.pool.end(0)
+    until = time.monotonic() + 60
+    while not file.exists() or not file.read_text():
+        assert time.monotonic() < until, "the request still waits"
+        time.sleep(0.05)
+    assert file.read_text().startswith("400") and "the episode has ended" in file.read_text()
 
 
 def test_the_openai_client_asks_the_policy(policy):

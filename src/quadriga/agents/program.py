@@ -33,6 +33,7 @@ from quadriga.agents.environments import Action, Done, Message, Observation, Pla
 from quadriga.agents.tool_calls import Schema, Tool, ToolFormat, parse_calls
 from quadriga.errors import InputError
 
+_ENDED = "the episode has ended"
 _CALLS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|channel\|>commentary")
 
 
@@ -115,6 +116,7 @@ class Program:
         self._function, self._format, self._options = function, tool_format, options
         self._asked: asyncio.Queue[_Asked] = asyncio.Queue()
         self._current: _Asked | None = None
+        self._waiting: set[_Asked] = set()  # requests without a reply
         self._known: list[Message] = []  # the conversation of the context, in one form
         self._tools: list[Schema] = []
         self._task: asyncio.Task[object] | None = None
@@ -145,11 +147,15 @@ class Program:
         return await self._next()
 
     async def close(self) -> None:
-        """End the function."""
+        """End the function. Requests of its programs that wait for a turn are refused, so that
+        a program whose episode ends at a limit does not wait for ever."""
         if self._endpoint is not None:
             self._endpoint.forget(self)
         if self._task is not None:
             self._task.cancel()
+        for asked in self._waiting:
+            if not asked.reply.done():
+                asked.reply.set_exception(InputError(_ENDED))
 
     async def ask(
         self, messages: Sequence[Message], tools: list[Schema], max_tokens: int = 0
@@ -178,10 +184,14 @@ class Program:
 
     async def _put(self, request: Request) -> Reply:
         if self._task is None or self._task.done():
-            raise InputError("the episode has ended")
+            raise InputError(_ENDED)
         asked = _Asked(request, asyncio.get_running_loop().create_future())
+        self._waiting.add(asked)
         self._asked.put_nowait(asked)
-        return await asked.reply
+        try:
+            return await asked.reply
+        finally:
+            self._waiting.discard(asked)
 
     async def _next(self) -> Observation | Done:
         """Return the next request, or the end of the function."""
