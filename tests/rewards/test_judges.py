@@ -95,12 +95,18 @@ def test_a_prompt_is_filled_in_one_pass():
     assert found == '{"a": {question}} ?'
 
 
-@pytest.mark.parametrize("more", [{"base_url": "file:///etc"}, {"prompt": "Rate it"}])
+@pytest.mark.parametrize(
+    "more", [{"base_url": "file:///etc"}, {"prompt": "Rate it"}, {"attempts": 0}]
+)
 def test_a_judge_that_cannot_work_is_refused(more):
     with pytest.raises(ConfigError, match=r"of a judge must"):
         Judge(**{"base_url": "http://x/v1", "model": "m", "prompt": "{response}", **more})
     with pytest.raises(ConfigError, match="needs a group"):
         matched("Score")
+    for names, words in (["score"], "cannot be called 'score'"), ([], "there is no judge"):
+        one = Judge("http://x/v1", "m", "{response}")
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(judged(dict.fromkeys(names, one), response="r"))
 
 
 @pytest.mark.parametrize("fault", [500, 429, b"not JSON", b'{"choices": []}'])

@@ -101,10 +101,12 @@ class Judge:
         key_env: the environment variable with the key of the server.
         options: further fields of a request.
         timeout_s: of one attempt.
-        attempts: after an error of the server or of the network, it is asked again.
-        cached: so many answers are kept in each process; equal prompts are asked once.
+        attempts: how often it is asked, the first time included, while the server or the network
+            fails or the reply is no chat completion.
+        cached: so many answers are kept in each process; equal requests are sent once.
 
-    Raises `ConfigError` for an address or a prompt that cannot be used.
+    Raises:
+        ConfigError: the address, the prompt or the attempts cannot be used.
     """
 
     base_url: str
@@ -124,12 +126,14 @@ class Judge:
             raise ConfigError(f"the base_url of a judge must be http(s)://…, got {self.base_url!r}")
         if "{response}" not in self.prompt:
             raise ConfigError("the prompt of a judge must contain {response}")
+        if self.attempts < 1:
+            raise ConfigError(f"attempts of a judge must be at least 1, got {self.attempts}")
 
     async def score(self, **values: object) -> float:
         """Return the verdict on the values for the prompt.
 
         Raises:
-            RewardError: no attempt has an answer, or there is no finite number in it.
+            RewardError: no attempt has an answer, or the answer has no finite number.
         """
         message = {"role": "user", "content": filled(self.prompt, values)}
         request = {**self.options, "model": self.model, "messages": [message]}
@@ -194,11 +198,16 @@ async def judged(
     """Return what a reward function returns: the mean of the verdicts as the score.
 
     Beside it stand each verdict under the name of its judge, `<name>/failed`, and `agreement`: the
-    share of pairs of judges whose verdicts differ by at most `tolerance`.
+    share of pairs of judges whose verdicts differ by at most `tolerance`. A judge without a verdict
+    has only `<name>/failed`.
 
     Raises:
+        ConfigError: there is no judge, or one has the name of another number of the result.
         RewardError: no judge has a verdict; the error of the first one.
     """
+    if not judges or (taken := sorted(judges.keys() & {"score", "answer", "agreement"})):
+        problem = f"a judge cannot be called {taken[0]!r}" if judges else "there is no judge"
+        raise ConfigError(f"judges={list(judges)}: {problem}; name each one after what it reads")
     asked = await asyncio.gather(*(_tried(judge, values) for judge in judges.values()))
     found = dict(zip(judges, asked, strict=True))
     scores = {name: one for name, one in found.items() if isinstance(one, float)}
