@@ -218,6 +218,18 @@ def test_a_class_that_is_no_environment_is_refused(name, options, error, words):
         EnvironmentRef(HOSTED, name, options).loaded()
 
 
+def test_a_file_is_imported_once_in_a_process(tmp_path):
+    game = tmp_path / "game.py"
+    text = f"open({str(tmp_path / 'seen')!r}, 'a').write('x')\nfrom hosted import Environment\n"
+    game.write_text(text)
+    ref = EnvironmentRef(str(game), "Environment")
+    assert ref.load() is ref.loaded().load()
+    assert (tmp_path / "seen").read_text() == "x"
+    game.write_text(text + "#")
+    ref.load()
+    assert (tmp_path / "seen").read_text() == "xx"
+
+
 def test_a_file_that_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"environment file .* does not exist"):
         EnvironmentRef(str(tmp_path / "none.py"), "Environment").loaded()

@@ -23,7 +23,9 @@ import inspect
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 from quadriga.containment import code_runs, import_file
@@ -131,7 +133,10 @@ class EnvironmentRef:
             ConfigError: it has no such class, or the class lacks a method or does not take the
                 options.
         """
-        module = import_file(Path(self.path), "environment file", content=self.content)
+        file, content = Path(self.path), self.content
+        if content is None and file.is_file():
+            content = file.read_bytes()
+        module = _imported(file, content)
         found = getattr(module, self.name, None)
         where = f"agent.name={self.name} of agent.path={self.path}"
         if inspect.iscoroutinefunction(found):
@@ -164,6 +169,12 @@ class EnvironmentRef:
             text = f"{where} does not take agent.options={dict(self.options)}: {problem}"
             raise ConfigError(text, key="agent.options")
         return cast("type[Environment]", found)
+
+
+@lru_cache(maxsize=4)
+def _imported(path: Path, content: bytes | None) -> ModuleType:
+    """Import a file once in this process."""
+    return import_file(path, "environment file", content=content)
 
 
 def _unfit(function: Callable[..., object], *args: object, **kwargs: object) -> str | None:
