@@ -102,3 +102,10 @@ def test_pairs_of_scored_responses(tmp_path):
     assert [tuple(pair.values()) for pair in pairs] == [
         ("question 0", "a", "e"), ("question 0", "d", "c"), ("question 1", "g", "f"),
     ]  # fmt: skip
+
+
+@pytest.mark.nightly
+def test_a_judge_alone_trains_a_policy(own_roles):
+    history, right = import_file(FOLDER.parent / "agents" / "judged.py", "example").main(10)
+    scores = [row["val/score"] for row in history]
+    assert scores[-1] > scores[0] + 1 and right > 0.7
