@@ -8,33 +8,19 @@ Quadriga.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch.compiler
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
-
-
-@contextmanager
-def _without_marks() -> Iterator[None]:
-    names = "allow_in_graph", "assume_constant_result"
-    marks = {name: getattr(torch.compiler, name) for name in names}
-    for name in names:
-        setattr(torch.compiler, name, _unmarked)
-    try:
-        yield
-    finally:
-        for name, mark in marks.items():
-            setattr(torch.compiler, name, mark)
+FunctionT = TypeVar("FunctionT")
 
 
 def _unmarked(function: FunctionT) -> FunctionT:
     return function
 
 
-with _without_marks():
+with patch.multiple(torch.compiler, allow_in_graph=_unmarked, assume_constant_result=_unmarked):
     from tensordict import (
         NonTensorData as NonTensorData,
         NonTensorStack as NonTensorStack,
