@@ -34,7 +34,6 @@ from quadriga.agents.program import Program, Request
 from quadriga.agents.tool_calls import ToolFormat
 from quadriga.containment import describe
 from quadriga.errors import InputError
-from quadriga.rewards.pool import Report
 from quadriga.rewards.pool_worker import run_program
 
 _log = logging.getLogger("quadriga")
@@ -209,8 +208,6 @@ async def _returned(method: Callable[..., Any], *arguments: object) -> Any:
 
 def serve(connection: Connection) -> NoReturn:
     """Host episodes until the pool closes its end."""
-    os.register_at_fork(after_in_child=connection.close)
-    connection.send_bytes(Report(-1, os.getpid()).encode())
     asyncio.run(Host(connection).serve())
     os._exit(0)  # threads that hang do not hold the process
 

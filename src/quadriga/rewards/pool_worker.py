@@ -44,11 +44,7 @@ from quadriga.rewards.pool import Report
 
 def serve(connection: Connection) -> NoReturn:
     """Score samples. Raises `EOFError` or `ConnectionError` when the pool closes its end."""
-    # A copy of this process that a function forks must not hold the connection: it could write to
-    # it, and the pool would not see the end of this process.
-    os.register_at_fork(after_in_child=connection.close)
     process = os.getpid()
-    connection.send_bytes(Report(-1, process).encode())
     # One event loop for all coroutines: locks and clients of the user's file belong to it.
     loop = asyncio.Runner()
     while True:
@@ -95,7 +91,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def run_program(serve: Callable[[Connection], NoReturn]) -> None:
-    """Fork the process that serves the pool, and supervise it."""
+    """Fork the process that serves the pool and tells it that it is ready, and supervise it."""
     fd, megabytes = int(sys.argv[1]), int(sys.argv[2])
     os.set_inheritable(fd, False)  # programs that a function starts do not get the connection
     # The supervisor becomes the parent of descendants whose own parent has ended.
@@ -116,14 +112,19 @@ def run_program(serve: Callable[[Connection], NoReturn]) -> None:
     open_output()
     limit_memory(megabytes)
     sys.path.extend(path for path in sys.argv[3:] if path not in sys.path)
+    connection = Connection(fd)
+    # A copy of this process that a function forks must not hold the connection: it could write to
+    # it, and the pool would not see the end of this process.
+    os.register_at_fork(after_in_child=connection.close)
     with contextlib.suppress(EOFError, ConnectionError):
-        serve(Connection(fd))
+        connection.send_bytes(Report(-1, os.getpid()).encode())
+        serve(connection)
 
 
 _CHECK_S = 0.5  # how often to look whether the controller or the worker has ended
 _SOON_S = 0.02  # the same when the output is closed, as at the end of the worker
 _LAST_READS = 16  # reads of the output that is left when the processes have ended
-_CUT = b"\n[reward functions print too much; the rest is left out]\n"
+_CUT = b"\n[functions and environments print too much; the rest is left out]\n"
 
 
 class OutputBudget:
