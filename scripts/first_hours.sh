@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Three first hours: of someone who comes from TRL, from verl, and with a dataflow of their own. Each
 # command is one that the pages name; it is shown with its output and its seconds. The output is
-# kept in a file for each of the three, without the path of the folder.
+# kept in a file for each of the three, without the path of the folder, and a picture of the report.
 #
 #   scripts/first_hours.sh PYTHON OUTPUT [trl|verl|dataflow …]
 #
@@ -94,6 +94,10 @@ END
   shown python train.py
   shown python ask.py
   shown quadriga report run
+  sed "s|$work/trl/||g" run/report.html >shown.html
+  ! command -v chromium >/dev/null || chromium --headless --no-sandbox --disable-gpu \
+    --virtual-time-budget=4000 --window-size=1000,800 --user-data-dir="$work/browser" \
+    --screenshot="$output/report.png" "file://$PWD/shown.html" >/dev/null 2>&1
   shown ls run run/model
   shown python names.py train.py peer.py
   [[ -z ${TRL_PYTHON:-} ]] || shown "$TRL_PYTHON" peer.py
