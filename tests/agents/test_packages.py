@@ -83,7 +83,8 @@ def pool(tmp_path):
             own = stack.enter_context(contextlib.closing(EpisodePool(ref, 1)))
 
             def play(number, *turns):
-                own.play(number, {"prompt": "a"}, turns)
+                acts = [Action(text, turn) for turn, text in enumerate(turns, 1)]
+                own.play(number, {"prompt": "a"}, acts)
                 while not (found := own.answers()):
                     assert own.wait(60)
                 return found[0]
