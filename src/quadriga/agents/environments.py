@@ -116,7 +116,8 @@ class EnvironmentRef:
     tool_format: str | None = None
 
     def loaded(self) -> EnvironmentRef:
-        """Load the class once, so that its errors appear before a run starts. Raises as `load`."""
+        """Load the class or function once, so that its errors appear before a run starts. Raises
+        as `load`."""
         if not code_runs():
             return self
         file = Path(self.path)

@@ -84,7 +84,7 @@ class Tool:
             raise ConfigError(
                 f"the tool {name} has no schema: {' '.join(str(error).split())}; annotate its "
                 "parameters, and describe each under 'Args:' in its docstring",
-                key="agent.tools",
+                key="agent.path",
             ) from error
         return cls(function, schema)
 
@@ -101,9 +101,7 @@ class Tool:
                 raise ValueError("a name has at most 64 letters, digits, '_', '.' and '-'")
         except Exception as error:  # a dict of the user can hold anything
             problem = getattr(error, "message", None) or describe(error)
-            raise ConfigError(
-                f"{said} cannot be used: {problem:.300}", key="agent.tools"
-            ) from error
+            raise ConfigError(f"{said} cannot be used: {problem:.300}", key="agent.path") from error
 
     @property
     def name(self) -> str:
@@ -180,7 +178,7 @@ def tools_by_name(tools: Iterable[Tool | Callable[..., Any]]) -> dict[str, Tool]
         tool = given if isinstance(given, Tool) else Tool.of(given)
         if tool.name in found:
             text = f"two tools are called {tool.name!r}; rename one of them"
-            raise ConfigError(text, key="agent.tools")
+            raise ConfigError(text, key="agent.path")
         found[tool.name] = tool
     return found
 

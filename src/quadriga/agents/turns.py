@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 MARKER = "qzmarkerzq"
 QUESTION: Message = {"role": "user", "content": "qzquestionzq"}
-_MOST_ALONE = 64  # invented turns whose text is kept; a policy chooses the names of its calls
+_KEPT = 64  # entries of a cache whose keys policies and programs choose: names of tools, schemas
 _CALL_ID = "call00000"  # nine letters and digits, which Mistral's templates ask for
 _RESULT: Message = {"role": "tool", "name": "probe", "content": "qzresultzq"}
 
@@ -118,7 +118,7 @@ class Turns:
             return self
         key = json.dumps(tools, sort_keys=True)
         if key not in self._of_tools:
-            if len(self._of_tools) >= _MOST_ALONE:
+            if len(self._of_tools) >= _KEPT:
                 self._of_tools.clear()
             self._of_tools[key] = Turns(self._tokenizer, self._given, tools)
         return self._of_tools[key]
@@ -194,20 +194,20 @@ class Turns:
         try:
             check_template_arguments(self._tokenizer, arguments)
         except ConfigError:
-            raise ConfigError(f"{name} reads no tools; {other}", key="agent.tools") from None
+            raise ConfigError(f"{name} reads no tools; {other}", key="agent.path") from None
         self._arguments |= arguments
         try:
             prompt = self._text([QUESTION])
             result = self._border([_RESULT])
         except ModelError as error:
-            raise ConfigError(f"{error}; {other}", key="agent.tools") from None
+            raise ConfigError(f"{error}; {other}", key="agent.path") from None
         missing = [n for n in map(schema_name, tools) if n not in prompt]
         if missing:
             text = f"{name} does not write the schema of the tool {missing[0]!r}; {other}"
-            raise ConfigError(text, key="agent.tools")
+            raise ConfigError(text, key="agent.path")
         if str(_RESULT["content"]) not in result.text:
             text = f"{name} leaves out the results of tools; {other}"
-            raise ConfigError(text, key="agent.tools")
+            raise ConfigError(text, key="agent.path")
 
     def _text(self, chat: Sequence[Message], complete: bool = False) -> str:
         """Return the text of a chat; `complete`: nothing begins the next turn."""
@@ -267,7 +267,7 @@ class Turns:
         Raises `ModelError` if the template cannot write the turn, or does not write the marker.
         """
         if (key := str(turn)) not in self._alone:
-            if len(self._alone) > _MOST_ALONE:
+            if len(self._alone) > _KEPT:
                 self._alone.clear()
             self._alone[key] = self._text([QUESTION, turn], complete=True)
         ends_here = self._alone[key]
