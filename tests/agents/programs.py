@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 
 from quadriga.agents.environments import Done
+from quadriga.errors import InputError
 
 USER = {"role": "user"}
 waiting = []
+LIST_CALL = {"id": "a", "function": {"name": "add", "arguments": "[1]"}}
 
 
 async def talk(model, row):
@@ -101,9 +103,15 @@ async def refused(model, row):
         (400, key, body | {"messages": "a"}),
         (400, key, body | {"messages": [USER | {"content": 3}]}),
         (400, key, body | {"max_tokens": -1}),
+        (400, key, body | {"max_tokens": 2.5}),
+        (400, key, body | {"tools": ["add"]}),
+        (400, key, body | {"tools": [{"type": "function", "function": {"name": "?"}}]}),
+        (400, key, body | {"parallel_tool_calls": False}),
+        (400, key, body | {"logprobs": True, "top_logprobs": 2}),
+        (400, key, body | {"messages": [USER | {"tool_calls": [LIST_CALL]}]}),
         (400, key, [1]),
     ]
-    async with httpx2.AsyncClient() as client:
+    async with httpx2.AsyncClient(timeout=60) as client:
         for status, token, given in cases:
             found = await client.post(chat, json=given, headers={"Authorization": token})
             assert found.status_code == status, (given, found.text)
@@ -145,3 +153,26 @@ async def in_a_process(model, row):
     )
     out, _ = await process.communicate()
     return float(out)
+
+
+def _asked(model, text, timeout=60):
+    import httpx2
+
+    body = {"model": model.name, "messages": [USER | {"content": text}], "max_tokens": None}
+    url, key = f"{model.base_url}/chat/completions", {"Authorization": f"Bearer {model.api_key}"}
+    try:
+        found = httpx2.post(url, json=body, headers=key, timeout=timeout)
+    except httpx2.TimeoutException:
+        return "late"
+    return found.text if found.is_error else found.json()["choices"][0]["message"]["content"]
+
+
+async def in_threads(model, row):
+    """Threads ask; one of them gives its request up."""
+    said = [await asyncio.to_thread(_asked, model, *args) for args in (["a"], ["lost", 0.5])]
+    try:
+        await asyncio.to_thread(lambda: asyncio.run(model.chat([USER | {"content": "a"}])))
+    except InputError as error:
+        said.append(str(error))
+    await model.chat([USER | {"content": f"{said}"}], max_tokens=None)
+    return 1.0

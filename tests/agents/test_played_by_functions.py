@@ -19,7 +19,7 @@ class Policy:
 
     def __init__(self, name, tool_format=None, timeout_s=20.0, **options):
         ref = EnvironmentRef(FILE, name, options, tool_format=tool_format).loaded()
-        self.pool, self.turns = EpisodePool(ref, 1, timeout_s), []
+        self.pool, self.turns = EpisodePool(ref, 1, timeout_s, tells_chat=True), []
 
     def answer(self, *texts, name="row", **more) -> Answer:
         self.turns += [
@@ -81,6 +81,10 @@ def test_calls_of_tools_are_read_from_a_turn(policy):
         [{"role": "tool", "content": "5", "tool_call_id": "call00100", "name": "add"}], False
     )  # fmt: skip
     assert own.answer("5").rewards == [5.0]
+    own = policy("calls", "qwen3_coder")
+    own.answer()
+    found = own.answer("<tool_call><function=add><parameter=a>2</parameter></function></tool_call>")
+    assert found.chat[1]["tool_calls"][0]["function"]["arguments"] == {"a": 2}
     assert "writes no calls of tools" in policy("calls").answer().detail
 
 
@@ -136,4 +140,13 @@ def test_the_openai_client_asks_the_policy(policy):
 
 def test_requests_that_cannot_be_answered_are_refused(policy):
     own = policy("refused")
-    assert seen(own.answer()) == (["a"], True) and own.answer("x").rewards == [10.0]
+    assert seen(own.answer()) == (["a"], True) and own.answer("x").rewards == [16.0]
+
+
+def test_threads_ask_through_the_endpoint(policy):
+    own = policy("in_threads")
+    assert seen(own.answer()) == (["a"], True) and seen(own.answer("1")) == (["lost"], True)
+    time.sleep(1.0)
+    [said], _ = seen(own.answer("2"))
+    assert said.startswith("['1', 'late', 'model.chat must be awaited in the event loop")
+    assert own.answer("3").rewards == [1.0]

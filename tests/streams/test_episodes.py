@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,3 +109,16 @@ def test_a_checkpoint_holds_the_prompts_before_reset(tmp_path):
     again, generation = parts()
     assert load_groups(tmp_path, again, generation)["drawn"] == 1
     assert {number: group.chats for number, group in again.groups.items()} == {3: {1: chat}, 4: {}}
+
+
+@pytest.mark.parametrize(("asked", "most"), [(None, 3), (2, 2), (5, 3)])
+def test_a_request_shortens_turns_and_does_not_lengthen_them(asked, most):
+    group, own = PromptGroup(0, prompts()), episodes(Pool())
+    group.max_tokens, own.max_turn_tokens = {0: asked} if asked else {}, 3
+    mask = (torch.arange(R) < torch.arange(1, R)[:, None]).long()
+    rows = DataProto.from_dict({fields.RESPONSES: mask, fields.RESPONSE_MASK: mask})
+    ended = [
+        bool(own.turn_ended(group, np.zeros(1, np.int64), rows.select_idxs([i])))
+        for i in range(R - 1)
+    ]
+    assert ended == [size >= most for size in range(1, R)]

@@ -18,7 +18,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -71,6 +71,8 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "functions": (None, []),
     "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
+    "parallel_tool_calls": (None, True),
+    "top_logprobs": (None, 0),
 }
 """Parameter of a request → the values that it may have."""
 
@@ -84,7 +86,10 @@ class _RequestError(Exception):
 
 
 class Endpoint:
-    """The server of this process. It must be made in the event loop that hosts the episodes.
+    """The server of this process.
+
+    Args:
+        loop: that hosts the episodes. The caller may be in another thread.
 
     Attributes:
         base_url: what clients take as their base URL.
@@ -93,7 +98,7 @@ class Endpoint:
         ConfigError: starlette or uvicorn are not installed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             import uvicorn
             from starlette.applications import Starlette
@@ -121,7 +126,7 @@ class Endpoint:
             routes=routes, exception_handlers={_RequestError: _error, InputError: _error}
         )
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
-        self._serving = asyncio.create_task(Server(config).serve([listening]))
+        self._serving = asyncio.run_coroutine_threadsafe(Server(config).serve([listening]), loop)
 
     def key_of(self, policy: Policy) -> str:
         """Return the token of an episode."""
@@ -149,7 +154,7 @@ class Endpoint:
         if not isinstance(messages, list) or not isinstance(tools, list):
             raise _RequestError(400, "invalid_value", "messages and tools must be lists")
         tools = [] if body.get("tool_choice") == "none" else tools
-        reply = await policy.ask(messages, tools, _max_tokens(body))
+        reply = await _unless_gone(request, policy.ask(messages, tools, _max_tokens(body)))
         finish = _finish_reason(reply)
         choice: Json = {"index": 0, "finish_reason": finish}
         if body.get("logprobs"):
@@ -171,7 +176,7 @@ class Endpoint:
             prompt = prompt[0]
         if not isinstance(prompt, str):
             raise _RequestError(400, "invalid_value", "prompt must be one text")
-        reply = await policy.complete(prompt, _max_tokens(body))
+        reply = await _unless_gone(request, policy.complete(prompt, _max_tokens(body)))
         finish = _finish_reason(reply)
         choice: Json = {"index": 0, "text": reply.action.text, "finish_reason": finish}
         if body.get("logprobs"):
@@ -183,7 +188,7 @@ class Endpoint:
 
     def _policy_of(self, request: Request) -> Policy:
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        for key, policy in self._policies.items():
+        for key, policy in list(self._policies.items()):
             if hmac.compare_digest(key.encode(), given):
                 return policy
         text = "the token belongs to no episode that is played; use model.api_key"
@@ -191,9 +196,9 @@ class Endpoint:
 
 
 @cache
-def endpoint_of_process() -> Endpoint:
+def endpoint_of_process(loop: asyncio.AbstractEventLoop) -> Endpoint:
     """Return the endpoint of this process, which starts with the first call."""
-    return Endpoint()
+    return Endpoint(loop)
 
 
 async def _body(request: Request) -> Json:
@@ -218,11 +223,19 @@ async def _body(request: Request) -> Json:
     return body
 
 
-def _max_tokens(body: Json) -> int:
-    found = body.get("max_completion_tokens") or body.get("max_tokens") or 0
-    if not isinstance(found, int) or found < 0:
-        raise _RequestError(400, "invalid_value", f"max_tokens must be a count, got {found!r:.80}")
-    return found
+def _max_tokens(body: Json) -> Any:
+    return body.get("max_completion_tokens") or body.get("max_tokens") or 0
+
+
+async def _unless_gone(request: Request, asked: Coroutine[Any, Any, Reply]) -> Reply:
+    """Return the reply to a request, or give it up if its client has hung up."""
+    reply, gone = asyncio.create_task(asked), asyncio.ensure_future(request.receive())
+    await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    if not reply.done():
+        reply.cancel()
+        raise _RequestError(499, "client_closed_request", "the client has hung up")
+    return await reply
 
 
 def _finish_reason(reply: Reply) -> str:

@@ -69,19 +69,21 @@ class Model:
         self,
         messages: Sequence[Message],
         tools: Sequence[Schema | Callable[..., Any]] = (),
-        max_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> Message:
         """Return the reply to a conversation, as a message of the assistant.
 
         Args:
             tools: schemas, or functions with annotations and a docstring.
-            max_tokens: of the reply, rounded up to `rollout.slice_tokens`; 0: as the settings say.
+            max_tokens: of the reply, rounded up to `rollout.slice_tokens`; None: as the settings
+                say.
 
         Raises:
-            InputError: a message has no role, or another content than text.
-            ConfigError: a function has no schema.
+            InputError: a message has no role, or another content than text; the episode has ended,
+                or this is not the event loop of the function.
+            ConfigError: a function has no schema, or a schema cannot be used.
         """
-        return (await self._program.ask(messages, schemas(tools), max_tokens)).message
+        return (await self._program.ask(messages, tools, max_tokens or 0)).message
 
     @property
     def base_url(self) -> str:
@@ -158,15 +160,19 @@ class Program:
                 asked.reply.set_exception(InputError(_ENDED))
 
     async def ask(
-        self, messages: Sequence[Message], tools: list[Schema], max_tokens: int = 0
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Schema | Callable[..., Any]],
+        max_tokens: int = 0,
     ) -> Reply:
         """Ask for the reply to a conversation. Raises as `Model.chat`."""
-        if tools and self._format is None:
+        own = schemas(tools)
+        if own and self._format is None:
             raise InputError("the chat template of the model writes no calls of tools")
         chat = _named([_checked(message) for message in messages])
         if not chat:
             raise InputError("a conversation needs a message")
-        request = Request(chat, new_context=True, chat=chat, tools=tools, max_tokens=max_tokens)
+        request = Request(chat, new_context=True, chat=chat, tools=own, max_tokens=max_tokens)
         return await self._put(request)
 
     async def complete(self, text: str, max_tokens: int = 0) -> Reply:
@@ -178,14 +184,21 @@ class Program:
 
     def endpoint(self) -> Endpoint:
         """Return the endpoint of this process, which knows this episode."""
-        self._endpoint = endpoint_of_process()
+        assert self._task is not None
+        self._endpoint = self._endpoint or endpoint_of_process(self._task.get_loop())
         self._endpoint.key_of(self)
         return self._endpoint
 
     async def _put(self, request: Request) -> Reply:
         if self._task is None or self._task.done():
             raise InputError(_ENDED)
-        asked = _Asked(request, asyncio.get_running_loop().create_future())
+        loop, most = asyncio.get_running_loop(), request.max_tokens
+        if loop is not self._task.get_loop():
+            text = "model.chat must be awaited in the event loop of the function"
+            raise InputError(f"{text}; other threads ask through model.base_url")
+        if not isinstance(most, int) or most < 0:
+            raise InputError(f"max_tokens must be a count, got {most!r:.80}")
+        asked = _Asked(request, loop.create_future())
         self._waiting.add(asked)
         self._asked.put_nowait(asked)
         try:
@@ -226,8 +239,10 @@ class Program:
         text, calls = action.text, list[dict[str, Any]]()
         if request.tools and self._format is not None:
             found, _ = parse_calls(text, self._format)
+            known = {tool["function"]["name"]: Tool(print, tool) for tool in request.tools}
             for number, call in enumerate(found):
-                function = {"name": call.name, "arguments": json.dumps(dict(call.arguments))}
+                given = known[call.name].given(call) if call.name in known else call.arguments
+                function = {"name": call.name, "arguments": json.dumps(dict(given))}
                 name = f"call{action.turn:03d}{number:02d}"
                 calls.append({"id": name, "type": "function", "function": function})
         if not calls:
@@ -238,8 +253,8 @@ class Program:
 
 
 def schemas(tools: Sequence[Schema | Callable[..., Any]]) -> list[Schema]:
-    """Return the schemas of tools. Raises `ConfigError` as `Tool.of`."""
-    return [dict(t) if isinstance(t, Mapping) else Tool.of(t).schema for t in tools]
+    """Return the schemas of tools. Raises `ConfigError` as `Tool`."""
+    return [(Tool(print, dict(t)) if isinstance(t, Mapping) else Tool.of(t)).schema for t in tools]
 
 
 def _checked(message: object) -> Message:
@@ -269,8 +284,8 @@ def _call(call: object) -> dict[str, Any]:
     try:
         function = cast("dict[str, Any]", call)["function"]
         arguments = function["arguments"]
-        found = json.loads(arguments) if isinstance(arguments, str) else dict(arguments)
-        function = {"name": str(function["name"]), "arguments": found}
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        function = {"name": str(function["name"]), "arguments": dict(found)}
         return {
             "id": str(cast("dict[str, Any]", call)["id"]),
             "type": "function",

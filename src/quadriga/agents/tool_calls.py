@@ -91,7 +91,9 @@ class Tool:
     def __post_init__(self) -> None:
         from jsonschema import Draft202012Validator
 
-        said = f"the schema of the tool {self.schema.get('function', {}).get('name')!r}"
+        function = self.schema.get("function")
+        name = function.get("name") if isinstance(function, dict) else function
+        said = f"the schema of the tool {name!r:.80}"
         try:
             text = json.dumps(self.schema, allow_nan=False)
             Draft202012Validator.check_schema(self.parameters)
@@ -120,13 +122,19 @@ class Tool:
 
         return Draft202012Validator(self.parameters, registry=Registry())  # fetches no addresses
 
+    @property
+    def _properties(self) -> dict[str, dict[str, Any]]:
+        properties = self.parameters.get("properties", {})
+        return {k: v if isinstance(v, dict) else {} for k, v in properties.items()}
+
+    def given(self, call: ToolCall) -> dict[str, Any]:
+        """Return the arguments of a call as JSON values, unchecked."""
+        given, known = dict(call.arguments), self._properties
+        return given if call.typed else {k: _typed(v, known.get(k, {})) for k, v in given.items()}
+
     def arguments_of(self, call: ToolCall) -> dict[str, Any] | str:
         """Return the arguments of a call, or what is wrong with them."""
-        properties = self.parameters.get("properties", {})
-        known = {k: v if isinstance(v, dict) else {} for k, v in properties.items()}
-        given = dict(call.arguments)
-        if not call.typed:
-            given = {name: _typed(value, known.get(name, {})) for name, value in given.items()}
+        known, given = self._properties, self.given(call)
         closed = self.parameters.get("additionalProperties", False) is False
         if closed and (unknown := set(given) - set(known)):
             name = min(unknown)

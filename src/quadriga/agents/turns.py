@@ -42,7 +42,7 @@ from quadriga.data.chat import (
     neutraliser,
 )
 from quadriga.data.conversations import continued
-from quadriga.errors import ConfigError, ModelError
+from quadriga.errors import ConfigError, InputError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -124,10 +124,18 @@ class Turns:
         return self._of_tools[key]
 
     def context_ids(self, messages: Sequence[Message], text: str = "") -> list[int]:
-        """Return the tokens that begin a context: of a text, or as `prompt_ids`."""
-        if text:
-            return list(self._tokenizer(text)["input_ids"])
-        return self.prompt_ids(messages)
+        """Return the tokens that begin a context: of a text, or as `prompt_ids`.
+
+        Raises:
+            InputError: a text has no tokens, or ends as a turn does.
+            ModelError: as `prompt_ids`.
+        """
+        if not text:
+            return self.prompt_ids(messages)
+        ids = list(self._tokenizer(text)["input_ids"])
+        if not ids or ids[-1] in {*self.end_ids, self._tokenizer.eos_token_id}:
+            raise InputError(f"a prompt must not end with the end of a turn, got {text[-80:]!r}")
+        return ids
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the tokens of a prompt, up to where the policy writes.

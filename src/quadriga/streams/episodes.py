@@ -155,7 +155,8 @@ class Episodes:
         """Return which rows have a turn that is as long as it may be, [B] bool."""
         ended = np.zeros(len(rows), dtype=np.bool_)
         for place, row in enumerate(rows.tolist()):
-            most = group.max_tokens.get(row) or self.max_turn_tokens
+            limits = group.max_tokens.get(row), self.max_turn_tokens
+            most = min(filter(None, limits), default=None)
             ended[place] = most is not None and len(_turns(tokens, place)[-1]) >= most
         return ended
 
