@@ -8,7 +8,7 @@ import pytest
 from chat_templates import FAMILIES, LLAMA3, QWEN25, tokenizer_of
 
 from quadriga.agents.turns import Turns
-from quadriga.errors import ConfigError, ModelError
+from quadriga.errors import ConfigError, InputError, ModelError
 
 TOOL = {
     "type": "function",
@@ -184,6 +184,13 @@ def test_one_line_for_what_a_template_cannot_write_later():
         turns.prompt_ids([{"role": "system", "content": "Be kind."}])
     with pytest.raises(ModelError, match="must alternate"):
         turns.following_ids([], [{"role": "tool", "name": "add", "content": "4"}])
+
+
+def test_a_prompt_without_a_template_must_not_end_a_turn():
+    turns = Turns(tokenizer := tokenizer_of("Qwen2.5"))
+    assert turns.context_ids([], "Once") == tokenizer("Once")["input_ids"]
+    with pytest.raises(InputError, match="must not end with the end of a turn"):
+        turns.context_ids([], "Once<|im_end|>")
 
 
 def test_tools_are_written_by_the_template_for_tools():
