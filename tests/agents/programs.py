@@ -75,14 +75,16 @@ async def over_http(model, row):
         create = client.chat.completions.create
         first = await create(model=model.name, messages=chat, logprobs=True, temperature=0.1)
         chat += [first.choices[0].message.model_dump(), USER | {"content": "second"}]
-        streamed, last = "", None
+        streamed, last, names = "", None, set()
         async for part in await create(model=model.name, messages=chat, stream=True):
             streamed += part.choices[0].delta.content or ""
             last = part.choices[0].finish_reason or last
+            names.add(part.id)
         third = await client.completions.create(model=model.name, prompt="Once")
         tokens = [(t.token, t.logprob) for t in first.choices[0].logprobs.content]
         models = [each.id async for each in client.models.list()]
         assert (streamed, last, tokens) == ("two", "length", [("one", -0.5)]), (streamed, tokens)
+        assert len(names) == 1
         assert (third.choices[0].text, models) == ("three", [model.name])
     return 1.0
 

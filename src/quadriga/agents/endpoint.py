@@ -266,7 +266,8 @@ def _streamed(kind: str, choices: list[Json]) -> Response:
     """Return server-sent events. A turn is whole when its first event is sent."""
     from starlette.responses import Response
 
-    events = [json.dumps(_about(kind, [choice])) for choice in choices]
+    about = _about(kind, [])
+    events = [json.dumps({**about, "choices": [choice]}) for choice in choices]
     text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
     return Response(text, media_type="text/event-stream")
 
