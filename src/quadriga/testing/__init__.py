@@ -1,13 +1,12 @@
-"""A conformance kit: check your own backends and rollout engines against their laws.
+"""A conformance kit: check your own rollout engine against the laws of rollout engines.
 
-    from quadriga.testing import check_backend, check_rollout
+    from quadriga.testing import check_rollout
 
-    check_backend(get_backend("mine"))                      # starts two ranks and calls them
     check_rollout(build_my_engine)                          # on a small model that it writes
 
-Each function raises `LawBroken`, which names every law that does not hold and the value that was
-seen. A law is a function whose docstring states it. With pytest, parametrize a test over
-`BACKEND_LAWS` or `ROLLOUT_LAWS` to get one test per law.
+It raises `LawBroken`, which names every law that does not hold and the value that was seen. A law
+is a function whose docstring states it. With pytest, parametrize a test over `ROLLOUT_LAWS` to get
+one test per law.
 """
 
 from __future__ import annotations
@@ -57,11 +56,6 @@ def expect_raises(run: Callable[[], object], kind: type[ErrorT], what: str) -> E
 
 
 if TYPE_CHECKING:
-    from quadriga.testing.backends import (
-        BACKEND_LAWS as BACKEND_LAWS,
-        BackendUnderTest as BackendUnderTest,
-        check_backend as check_backend,
-    )
     from quadriga.testing.rollouts import (
         ROLLOUT_LAWS as ROLLOUT_LAWS,
         RolloutUnderTest as RolloutUnderTest,
