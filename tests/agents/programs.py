@@ -54,6 +54,8 @@ async def fails(model, row, how):
         await model.chat([USER | {"content": 3}])
     if how == "nothing":
         return None
+    if how == "exit":
+        raise SystemExit(3)
     if how == "raise":
         raise ValueError("of the user")
     await asyncio.sleep(100)

@@ -95,6 +95,7 @@ def test_calls_of_tools_are_read_from_a_turn(policy):
         ("content", ["a"], "raised", "the content of a message must be text, got 3"),
         ("nothing", ["a"], "raised", "reward must be a number up to 1e+30, got None"),
         ("raise", ["a"], "raised", "ValueError: of the user"),
+        ("exit", ["a"], "raised", "the function has called sys.exit(3)"),
         ("hang", ["a"], "timed_out", "deadline of 1 s"),
     ],
 )

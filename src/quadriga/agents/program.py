@@ -130,8 +130,7 @@ class Program:
         Raises:
             InputError: it has asked nothing.
         """
-        running = self._function(Model(self), row, **self._options)
-        self._task = asyncio.create_task(running)
+        self._task = asyncio.create_task(self._run(row))
         found = await self._next()
         if isinstance(found, Done):
             raise InputError("the function has returned without a request to the model")
@@ -188,6 +187,12 @@ class Program:
         self._endpoint = self._endpoint or endpoint_of_process(self._task.get_loop())
         self._endpoint.key_of(self)
         return self._endpoint
+
+    async def _run(self, row: Mapping[str, object]) -> object:
+        try:
+            return await self._function(Model(self), row, **self._options)
+        except SystemExit as error:  # it would end the process of all episodes
+            raise InputError(f"the function has called sys.exit({error.code!r:.80})") from error
 
     async def _put(self, request: Request) -> Reply:
         if self._task is None or self._task.done():
