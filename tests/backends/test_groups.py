@@ -28,6 +28,10 @@ def test_lists_are_split_only_where_the_mode_says_so(cases):
         cases.each(3)
 
 
+def test_one_rank_answers_a_method_of_rank_zero(cases):
+    assert cases.first("a") == (0, "a")
+
+
 def test_results_of_a_group_with_coroutines_feed_the_same_group(coroutines):
     """A rank may wait for a result of its own that its event loop has not sent yet."""
     for _ in range(10):

@@ -65,6 +65,10 @@ class Adder(Worker):
     def add(self, x):
         return self.base + x + self.rank
 
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def first(self, x):
+        return self.rank, x
+
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def each(self, x, scale=1):
         return self.rank, x * scale
