@@ -1,7 +1,5 @@
 """Processes that host environments: each failure costs the episode in which it happens."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

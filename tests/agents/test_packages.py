@@ -1,6 +1,5 @@
-"""Environments of Gymnasium and OpenEnv, and tools of MCP servers, with their real packages."""
+"""Environments of Gymnasium, and tools of MCP servers, with their real packages."""
 
-import asyncio
 import contextlib
 import json
 import sys
@@ -15,10 +14,10 @@ import uvicorn
 from mcp_server import server
 
 from quadriga.agents.environments import Action, Done, EnvironmentRef, Observation
-from quadriga.agents.packages import GymnasiumEnvironment, OpenEnvEnvironment
+from quadriga.agents.packages import GymnasiumEnvironment
 from quadriga.agents.pool import EpisodePool
 from quadriga.agents.tools import with_tools
-from quadriga.errors import ConfigError, InputError
+from quadriga.errors import InputError
 
 STDIO = [sys.executable, str(Path(__file__).with_name("mcp_server.py"))]
 LAKE = """
@@ -116,7 +115,6 @@ def test_episodes_of_gymnasium_in_a_process_of_the_pool(pool, tmp_path):
     ("text", "error", "message"),
     [
         (LAKE.replace("FrozenLake", "FrozenLakes"), InputError, "FrozenLakes"),
-        (LAKE.replace("Gymnasium", "OpenEnv"), ConfigError, "has no method client"),
         (TOOLS.replace("mcp_server", "nothing"), InputError, "nothing.py lists no tools: MCPError"),
         (TOOLS.replace(repr(STDIO), '"http://127.0.0.1:9/m"'), InputError, "9/m lists no tools"),
     ],
@@ -173,48 +171,3 @@ def test_tools_of_an_mcp_server(transport, pool):
         process = psutil.Process(int(dead[1][0]))
         own.close()
         assert not psutil.wait_procs([process], 20)[1], "it ends with the process of the pool"
-
-
-def test_sessions_of_an_openenv_server():
-    core = pytest.importorskip("openenv.core")  # has more dependencies than the extra `dev` takes
-
-    class Act(core.Action):
-        guess: int
-
-    class Seen(core.Observation):
-        text: str
-
-    class Game(core.Environment):
-        SUPPORTS_CONCURRENT_SESSIONS, state = True, core.State()
-
-        def reset(self, seed=None, **_):
-            self.number = seed
-            return Seen(text="guess")
-
-        def step(self, action, **_):
-            right = action.guess == self.number
-            text = "larger" if action.guess < self.number else "smaller"
-            return Seen(text=text, done=right, reward=float(right))
-
-    class Own(OpenEnvEnvironment):
-        def client(self):
-            return core.GenericEnvClient(url)
-
-        def action(self, text):
-            return {"guess": int(text)}
-
-        def observation(self, observation):
-            return observation["text"]
-
-    async def play(games):
-        assert [await g.reset({"seed": 3}) for g in games] == [Observation("guess")] * 2
-        found = [await g.step(Action(text, 1)) for g, text in zip(games, "25", strict=True)]
-        assert [answer.messages for answer in found] == ["larger", "smaller"]
-        assert (await games[0].step(Action("x", 2))).metrics == {"invalid_actions": 1.0}
-        assert await games[0].step(Action("3", 3)) == Done(1.0, {"invalid_actions": 0.0})
-        for game in games:
-            await game.close()
-
-    with served(core.create_fastapi_app(Game, Act, Seen, max_concurrent_envs=2)) as url:
-        for _ in range(3):  # a session that stays open would hold one of the two places
-            asyncio.run(play([Own(), Own()]))

@@ -1,7 +1,5 @@
 """Functions that play whole episodes: requests become turns, contexts and replies."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

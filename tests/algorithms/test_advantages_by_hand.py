@@ -1,7 +1,5 @@
 """Advantages against numbers computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

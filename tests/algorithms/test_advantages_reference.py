@@ -1,7 +1,5 @@
 """Every estimator against the reference implementation, over random masks, groups and lengths."""
 
-from __future__ import annotations
-
 import algorithm_reference as ref
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Aggregation modes against the reference implementation and numbers computed by hand."""
 
-from __future__ import annotations
-
 import algorithm_reference as ref
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The documentation contains every entry of the tables, with its paper and its settings."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

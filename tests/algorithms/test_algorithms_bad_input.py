@@ -1,7 +1,5 @@
 """Invalid tensors, names and settings raise typed errors that name the tensor and the row."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """KL over the vocabulary: by hand, against a reference implementation, and as a loss term."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

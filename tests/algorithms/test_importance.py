@@ -1,7 +1,5 @@
 """Importance weights and mismatch metrics of rollout engine and training engine."""
 
-from __future__ import annotations
-
 import math
 import statistics
 

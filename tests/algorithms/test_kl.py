@@ -1,7 +1,5 @@
 """KL estimators, the reward penalty, the loss term and the controllers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Invariants of every estimator, loss and aggregation, tested on random batches."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

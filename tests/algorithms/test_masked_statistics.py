@@ -1,7 +1,5 @@
 """Masked sums, means, variances and whitening; discounted sums; mergeable metrics."""
 
-from __future__ import annotations
-
 import math
 
 import algorithm_reference as ref

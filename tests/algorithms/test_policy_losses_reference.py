@@ -1,7 +1,5 @@
 """Values and gradients of every policy loss against the reference implementation."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import algorithm_reference as ref

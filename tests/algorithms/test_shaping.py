@@ -1,7 +1,5 @@
 """Reward shaping, zero-variance prompt groups, dynamic sampling."""
 
-from __future__ import annotations
-
 import algorithm_reference as ref
 import pytest
 import torch

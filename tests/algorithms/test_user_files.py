@@ -1,7 +1,5 @@
 """A user's file adds entries, in this process and in a new process."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 

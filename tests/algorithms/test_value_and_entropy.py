@@ -1,7 +1,5 @@
 """The value loss and the entropy bonus."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from algorithm_cases import Case, cases

@@ -6,8 +6,6 @@ frame to the exception. All tests run with the garbage collector off, in the con
 ranks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import time

@@ -1,7 +1,5 @@
 """Worker groups on both backends."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from worker_cases import Coroutines

@@ -1,7 +1,5 @@
 """When a rank counts as dead, and what asking for it costs."""
 
-from __future__ import annotations
-
 import socket
 import time
 from unittest import mock

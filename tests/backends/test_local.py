@@ -1,7 +1,5 @@
 """Ranks in the process of the controller."""
 
-from __future__ import annotations
-
 import sys
 import threading
 
@@ -11,7 +9,7 @@ from worker_cases import Adder, Cases, Collective, Coroutines
 
 from group_fixtures import local_group as start
 from processes import run_python
-from quadriga.backends import BACKENDS, get_backend, register_backend
+from quadriga.backends import get_backend
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, EngineConfig
 from quadriga.errors import (
     CallTimeoutError,
@@ -132,11 +130,8 @@ def test_options_of_machines_are_accepted_and_unknown_ones_are_not():
         start(Adder, 1, detached=True)
 
 
-def test_backends_by_name(monkeypatch):
-    monkeypatch.setattr("quadriga.backends.BACKENDS", dict(BACKENDS))
+def test_backends_by_name():
     with pytest.raises(UnknownNameError, match="did you mean 'local'"):
         get_backend("locl")
     with pytest.raises(ConfigError, match=r"get_backend\('local'\): got an unexpected .*'store'"):
         get_backend("local", store="rows")
-    register_backend("mine", "quadriga.backends.local:LocalBackend")
-    assert get_backend("mine").name == "local"

@@ -1,7 +1,5 @@
 """The end of Ray's own processes is named within 10 s, and leaves none that a run has started."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Freed memory stays in the heap, and full garbage collections are rare but still free cycles."""
 
-from __future__ import annotations
-
 import gc
 import os
 import platform

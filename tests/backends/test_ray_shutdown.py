@@ -1,7 +1,5 @@
 """The Ray backend ends all that it has started, even if Ray refuses to end a part of it."""
 
-from __future__ import annotations
-
 import subprocess
 from unittest import mock
 from weakref import WeakSet

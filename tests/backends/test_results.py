@@ -1,7 +1,5 @@
 """Results with large fields: which process owns them, and that every kind of batch is complete."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import pickle

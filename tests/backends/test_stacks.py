@@ -1,7 +1,5 @@
 """What a rank's node tells of its process: stacks, places in collectives, last lines of output."""
 
-from __future__ import annotations
-
 import glob
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """A wait ends with the first failure of anything that it waits for, and pulls results once."""
 
-from __future__ import annotations
-
 import pickle
 import time
 

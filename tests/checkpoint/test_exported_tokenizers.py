@@ -1,7 +1,5 @@
 """An export has the tokenizer that the run accepted, in whichever files it was."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers

@@ -1,7 +1,5 @@
 """Remote folders: what is sent is compared, repeated after faults, and found again."""
 
-from __future__ import annotations
-
 import json
 import os
 

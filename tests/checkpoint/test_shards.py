@@ -1,7 +1,5 @@
 """Shards on disk: written by some ranks, read by others; scalars and random states."""
 
-from __future__ import annotations
-
 import json
 import random
 from itertools import pairwise

@@ -4,8 +4,6 @@
 stage of the project. Without that page, for example in the clone of a user, `LIMITS` hold.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -26,11 +24,11 @@ STAGES = (
 
 PAGE = ROOT.parent / "shared/BUDGET.md"
 LINES, FILES = "code lines of the package", "files of the package"
-CORE, TESTS = "code lines without compat/verl", "code lines of the tests"
+COMPAT, TESTS = "code lines of compat/verl", "code lines of the tests"
 LIMITS = {LINES: 51_500, FILES: 390}
-HOUSE = {LINES: 42_000, CORE: 38_000, TESTS: 36_000}
-"""What was allowed when the house was light. Later lines may be in the core, and have 0.8 lines of
-tests each."""
+HOUSE = {LINES: 42_000, COMPAT: 4_000, TESTS: 36_000}
+"""What was allowed when the house was light. Later lines are none of compat/verl, and have 0.8
+lines of tests each."""
 
 
 def limits(page: str | None) -> dict[str, int]:
@@ -48,15 +46,15 @@ def limits(page: str | None) -> dict[str, int]:
             added = [sizes[name][i] - before[name][i] for name in STAGES[1:]]
             found[what] = sizes[STAGES[0]][i] + sum(added)
     later = found[LINES] - HOUSE[LINES]
-    return {**found, CORE: HOUSE[CORE] + later, TESTS: HOUSE[TESTS] + later * 8 // 10}
+    return {**found, COMPAT: HOUSE[COMPAT], TESTS: HOUSE[TESTS] + later * 8 // 10}
 
 
 def weights(files: list[SourceFile]) -> dict[str, int]:
     package = [file for file in files if file.name.startswith("src/quadriga/")]
-    own = [file for file in package if not file.name.startswith("src/quadriga/compat/verl/")]
+    compat = [file for file in package if file.name.startswith("src/quadriga/compat/verl/")]
     tests = [file for file in files if file.name.startswith("tests/")]
-    lines = [sum(map(code_lines, some)) for some in (package, own, tests)]
-    return {LINES: lines[0], FILES: len(package), CORE: lines[1], TESTS: lines[2]}
+    lines = [sum(map(code_lines, some)) for some in (package, compat, tests)]
+    return {LINES: lines[0], FILES: len(package), COMPAT: lines[1], TESTS: lines[2]}
 
 
 def faults(found: dict[str, int], most: dict[str, int]) -> list[str]:
@@ -72,7 +70,7 @@ def test_a_row_adds_its_difference_and_must_be_on_the_page():
     rows = f"| before | 9 | 9 |\n| {STAGES[0]} | 41 000 | 320 |\n| other | 43 000 | 321 |\n"
     later = "".join(f"| {name} | {43_500 + i} | {323 + i} |\n" for i, name in enumerate(STAGES[1:]))
     found = limits(f"{rows}{later}| later | 99 000 | 999 |\n")
-    assert list(found.values()) == [41_506, 328, 37_506, 35_604]
+    assert list(found.values()) == [41_506, 328, 4_000, 35_604]
     with pytest.raises(AssertionError, match=r"no row .the specification in verl's"):
         limits(rows)
 
@@ -81,5 +79,5 @@ def test_what_is_over_budget_is_named():
     package = SourceFile("src/quadriga/x.py", '"""Doc."""\n\n# why\nx = 1\ny = 2\n')
     verl = SourceFile("src/quadriga/compat/verl/x.py", "x = 1\n")
     found = weights([package, verl, SourceFile("tests/test_x.py", "x = 1\n")])
-    assert list(found.values()) == [3, 2, 2, 1]
+    assert list(found.values()) == [3, 2, 1, 1]
     assert faults(found, dict.fromkeys(found, 2)) == ["code lines of the package: 3 > 2"]

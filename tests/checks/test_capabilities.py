@@ -3,8 +3,6 @@
 python tests/checks/test_capabilities.py writes the page.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Links have targets, the program accepts the commands, and the names of the package exist."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex

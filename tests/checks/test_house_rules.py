@@ -1,7 +1,5 @@
 """Rules for the tree as a whole: file names, error handlers, no traces of a machine."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The public names exist, and those of the package are imported when they are first used."""
 
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys

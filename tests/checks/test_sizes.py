@@ -1,7 +1,5 @@
 """Files, functions and classes stay below their size limits."""
 
-from __future__ import annotations
-
 import ast
 
 from source_tree import SourceFile, all_python_files, package_files

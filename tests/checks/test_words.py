@@ -1,7 +1,5 @@
 """A few invented words stay out of the project; each has an ordinary word of the field."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Commands that only show something, and runs that are refused, run no code of the user."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import re

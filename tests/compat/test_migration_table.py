@@ -1,7 +1,5 @@
 """The table of idioms names every program, and no test that is missing."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

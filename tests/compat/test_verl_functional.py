@@ -1,7 +1,5 @@
 """verl's small functions, and the classes of the errors that verl raises."""
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

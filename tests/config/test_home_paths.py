@@ -1,7 +1,5 @@
 """Every path is of this machine, and a `~` at its beginning is the home folder for all readers."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """The section `placement`: which ranks each role uses."""
 
-from __future__ import annotations
-
 import pytest
 
 from quadriga.config.loading import load_config

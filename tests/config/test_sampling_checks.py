@@ -1,7 +1,5 @@
 """The settings of a section `sampling`: each one is read, and each wrong value is refused."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

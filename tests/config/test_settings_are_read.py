@@ -1,7 +1,5 @@
 """The package reads every setting of `quadriga train`."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

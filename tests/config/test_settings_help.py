@@ -1,7 +1,5 @@
 """`--help` shows every setting of the schema with type, default and comment."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,8 +1,6 @@
 """Loss and gradient of a conversation are those of the assistant's tokens, for the chat formats of
 several families. The tokens are listed by hand, without the chat template."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ The model is GPT-2, because it computes all in the dtype of its parameters. Mode
 rotary positions compute these in float32 whatever the dtype, and agree only to 1e-7.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal

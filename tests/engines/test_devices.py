@@ -1,7 +1,5 @@
 """Parameters, buffers, optimizer state and everything computed are on the device of the engine."""
 
-from __future__ import annotations
-
 import json
 import sys
 import traceback

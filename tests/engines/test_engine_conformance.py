@@ -1,7 +1,5 @@
 """The FSDP engine and the Megatron engine compute the same, however their ranks are arranged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import conformance

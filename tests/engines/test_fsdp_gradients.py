@@ -1,8 +1,6 @@
 """Gradients do not depend on how the mini-batch is split, packed or distributed over ranks, nor on
 the fused head, nor on whether a reference has one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Adapters: what is trained, saved and exported, against PEFT and against the base model."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

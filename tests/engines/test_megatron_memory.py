@@ -1,7 +1,5 @@
 """The memory of a Megatron engine, computed from a config.json, against what its ranks allocate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

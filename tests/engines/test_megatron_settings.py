@@ -1,7 +1,5 @@
 """What the Megatron engine says before it starts; needs neither Megatron-core nor processes."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Micro-batches stay within the budget of computed tokens, and keep prompt groups whole."""
 
-from __future__ import annotations
-
 from unittest import mock
 
 import pytest

@@ -4,8 +4,6 @@ The CPU stands in for the device. What is measured is the size of the storages, 
 refers to them.
 """
 
-from __future__ import annotations
-
 import engine_cases as cases
 import optimizer_cases as optimizers
 import pytest

@@ -3,8 +3,6 @@
 The tests of several ranks run in `make nightly`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The cost of a model's sequences, from its config."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import CONFIG_MAPPING, LlamaConfig
 

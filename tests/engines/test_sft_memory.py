@@ -1,7 +1,5 @@
 """The memory plan of `quadriga sft` against what an engine allocates for the rows of its data."""
 
-from __future__ import annotations
-
 import memory_cases as cases
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The examples in examples/agents."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Linear layers on a CPU: the numbers of `nn.Linear`; oneDNN computes the large products."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Log-probabilities and entropies against `log_softmax` in float64."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, local
 from typing import Any

@@ -1,7 +1,5 @@
 """The attention kernels of accelerators on a CUDA device, against SDPA in float32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation that is killed, or loses a rank, is continued to the undisturbed file."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

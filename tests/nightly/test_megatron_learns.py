@@ -1,7 +1,5 @@
 """The demo with an actor on Megatron-core, on two ranks: it learns what it learns with FSDP."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

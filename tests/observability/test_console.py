@@ -1,7 +1,5 @@
 """The output of `RunConsole` on a terminal and in a file, and the silence of libraries."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """Trackers receive metrics, their names are checked, and curves are plotted."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

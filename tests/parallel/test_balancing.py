@@ -1,7 +1,5 @@
 """Balancing: every index once, about equal sums, token budgets kept."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The cost of sequences, by hand and against a loop over queries and keys."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Partitions of prompt groups: every row once, equal counts, groups whole where they fit."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

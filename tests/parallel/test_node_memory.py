@@ -1,7 +1,5 @@
 """Weights that the ranks of a node read once and share."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from dataclasses import replace

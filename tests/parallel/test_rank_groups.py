@@ -1,8 +1,6 @@
 """The processes of tests with several ranks: handlers run at their end, the interpreter does not
 end in the middle of gloo's threads, and an error of a rank is raised."""
 
-from __future__ import annotations
-
 import atexit
 import builtins
 import os

@@ -1,7 +1,5 @@
 """The data plane through worker groups on both backends, and through processes of Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

@@ -1,7 +1,5 @@
 """Operations on rows and fields: joining, collating, folding, conversion, checks."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

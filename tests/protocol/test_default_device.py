@@ -4,8 +4,6 @@
 tensor that is made there by mistake has no values.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 `tests/security/test_batch_files.py` has files from others.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """int64 fields are sent in the fewest bytes that hold their numbers, and arrive as int64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

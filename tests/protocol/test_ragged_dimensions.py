@@ -1,7 +1,5 @@
 """Fields that are ragged in the last dimension, as multimodal position ids [B, 3, T*] are."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

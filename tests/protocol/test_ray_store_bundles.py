@@ -1,7 +1,5 @@
 """Which values the store of the Ray backend puts into one object, and when Ray frees objects."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

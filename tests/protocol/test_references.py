@@ -1,7 +1,5 @@
 """Remote fields: fetched when they are read, private to the reader, released after use."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Row maps against a plain list of (shard, row) pairs."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given, strategies as st
 

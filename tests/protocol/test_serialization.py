@@ -1,7 +1,5 @@
 """Values of every kind are received equal, through payloads and out-of-band pickles."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 import warnings

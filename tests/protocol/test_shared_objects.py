@@ -1,7 +1,5 @@
 """Parts of several ranks in one object, and parts that several calls send unchanged."""
 
-from __future__ import annotations
-
 import sys
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Small fields of a call are sent in the message; if they are large together, they are stored."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Subclasses of `DataProto` keep their class and their attributes."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """One copy of the weights on two ranks: vLLM with tensor parallelism in the ranks' processes."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of a report in headless Chromium: what it shows, its console, and axe's rules."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

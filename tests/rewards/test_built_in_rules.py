@@ -1,7 +1,5 @@
 """The built-in rules for mathematics and multiple choice, and several rewards with weights."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

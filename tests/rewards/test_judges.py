@@ -1,7 +1,5 @@
 """Judges behind a server of OpenAI's API, which fails in many ways."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

@@ -1,7 +1,5 @@
 """The memory of generation, computed from a config.json, against what the engine allocates."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, LlamaConfig

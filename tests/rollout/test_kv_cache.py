@@ -1,7 +1,5 @@
 """The caches of the engine hf: growing buffers, and prompts that rows share."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import (

@@ -1,7 +1,5 @@
 """Sampling is a function of seed, position and logits; numbers by hand and by a naive loop."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

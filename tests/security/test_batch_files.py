@@ -3,8 +3,6 @@
 Every case has a row in the table of docs/security.md. Forged files have a valid digest.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

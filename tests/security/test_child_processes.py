@@ -1,7 +1,5 @@
 """Files of the working directory with the names of libraries are not run by child processes."""
 
-from __future__ import annotations
-
 import sys
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/measurements/security.md lists at least 60 faults, each with a test that exists."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sockets on which the ranks of a group listen: none accepts connections from other machines."""
 
-from __future__ import annotations
-
 import http.client
 import ipaddress
 import multiprocessing

@@ -3,8 +3,6 @@
 A folder that is not refused in time exceeds the deadline of its test.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

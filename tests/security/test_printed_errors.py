@@ -1,7 +1,5 @@
 """Messages and tables quote files and data: they cannot change the terminal or fail to print."""
 
-from __future__ import annotations
-
 import io
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """The folder of a Ray session that a run starts, with its sockets and logs, is its user's alone."""
 
-from __future__ import annotations
-
 import fcntl
 import shutil
 import stat

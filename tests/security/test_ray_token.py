@@ -1,7 +1,5 @@
 """The token of a Ray that a run starts can be read by its user only."""
 
-from __future__ import annotations
-
 import os
 import stat
 

@@ -1,7 +1,5 @@
 """A rank whose calls interleave on an event loop: a result does not change after its call."""
 
-from __future__ import annotations
-
 import asyncio
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pools, and whether they fit on given nodes."""
 
-from __future__ import annotations
-
 import pytest
 
 from quadriga.errors import PlacementError

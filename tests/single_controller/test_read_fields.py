@@ -1,7 +1,5 @@
 """Only the fields that a method reads are sent to its ranks."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -1,7 +1,5 @@
 """Calls that are sent to several ranks: all or none, in one order, from any thread and process."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Worker classes of a user: what Python allows in a class works in a rank or is refused by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

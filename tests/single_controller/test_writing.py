@@ -1,7 +1,5 @@
 """A method may write into its arguments, also into arrays inside objects of the user's classes."""
 
-from __future__ import annotations
-
 from collections import deque, namedtuple
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Rows that wait for their environments: after a resumption, an error, and in a checkpoint."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Prompt groups that are generated while the policy is trained: none is lost, too old or mixed."""
 
-from __future__ import annotations
-
 import random
 from contextlib import closing
 from datetime import date

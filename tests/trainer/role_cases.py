@@ -1,7 +1,5 @@
 """A user's file with a role, and runs with it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 TALLY = '''

@@ -1,7 +1,5 @@
 """Roles of users: settings, ranks, start order, stages, metrics, checkpoints, death."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs with environments: what is trained is what was sampled, and observations are not trained."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Options of the policy loss and of the estimator are checked before anything starts."""
 
-from __future__ import annotations
-
 import pytest
 
 from quadriga.algorithms.policy_losses import POLICY_LOSSES

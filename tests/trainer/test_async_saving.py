@@ -1,7 +1,5 @@
 """Checkpoints that are written beside the steps: the step does not wait, and nothing is lost."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A mistake of the user gives one line that names it and exit code 2, before a worker starts."""
 
-from __future__ import annotations
-
 import json
 import sys
 

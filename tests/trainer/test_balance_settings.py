@@ -1,7 +1,5 @@
 """From the settings of a run to the order of its rows."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Runs with a sampler, a dataset class and a mixture of files that the user gives."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

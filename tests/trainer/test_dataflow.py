@@ -1,7 +1,5 @@
 """Declared fields of all stages: the check of their order, and the comparison with a real step."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`quadriga demo`: its commands have settings that fit, and are checked before the first one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

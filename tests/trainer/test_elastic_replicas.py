@@ -1,7 +1,5 @@
 """Replicas of a run on Ray join with a node and leave with it; no row is lost or doubled."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

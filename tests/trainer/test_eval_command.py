@@ -1,7 +1,5 @@
 """`quadriga eval`: responses of a model or of files, scored and summarised."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

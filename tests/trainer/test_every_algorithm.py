@@ -3,8 +3,6 @@
 `test_dataflow` runs such a step with each kind of estimator and loss.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

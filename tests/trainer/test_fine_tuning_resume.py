@@ -1,8 +1,6 @@
 """`quadriga sft` and `quadriga rm` save checkpoints and are resumed from them: six steps equal
 three steps, a resume, and three more steps, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 from fine_tuning_cases import Runs, six_steps
 from run_cases import assert_equal_tensors, often

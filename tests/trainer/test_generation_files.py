@@ -1,7 +1,5 @@
 """`quadriga generate`: files that a second run continues, on one rank and on several."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

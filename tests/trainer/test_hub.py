@@ -1,7 +1,5 @@
 """Data sets of the hub are read, and the model of a run is pushed there with its card."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """What a run with Megatron-core says before it starts. Needs neither Megatron-core nor a GPU."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs of `quadriga train` whose roles train with Megatron-core on two ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

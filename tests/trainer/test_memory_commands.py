@@ -1,7 +1,5 @@
 """The memory plans of `quadriga sft`, `rm`, `generate` and `eval`, and the refusal of a run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

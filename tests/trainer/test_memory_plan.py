@@ -1,7 +1,5 @@
 """The memory plan of a run: its table, and the refusal of a run that does not fit."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Runs emit the metrics of the page docs/concepts/metrics.md: all of them, and no others."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from fnmatch import filter as filter_names

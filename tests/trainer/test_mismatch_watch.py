@@ -1,7 +1,5 @@
 """The alarm for rollout and training log-probabilities that differ."""
 
-from __future__ import annotations
-
 import logging
 import math
 

@@ -1,7 +1,5 @@
 """Runs in which two ranks compute the same rows: the numbers of one rank, the plan, refusals."""
 
-from __future__ import annotations
-
 import pytest
 from run_cases import timeless
 

@@ -1,7 +1,5 @@
 """Old log-probabilities of the update itself equal those of a pass of their own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from run_cases import noted, timeless

@@ -1,7 +1,5 @@
 """A trainer that a program makes has the checks of `quadriga train`, before anything is loaded."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The pools of a program take the place of the section `placement` wherever ranks are counted."""
 
-from __future__ import annotations
-
 import pytest
 
 from quadriga.config.loading import load_config

@@ -1,7 +1,5 @@
 """The Python API: what a program gives becomes files and settings, and runs as the command does."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The record of a run closes every file that it has opened, whatever fails."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import pytest

@@ -1,7 +1,5 @@
 """A run whose folder is copied to a remote one, and its continuation on an empty machine."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """A rollout of replicas: each row is answered once, whichever replica is slow, stale or lost."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import repeat

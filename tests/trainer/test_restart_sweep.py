@@ -5,8 +5,6 @@ each, `RESTART_SEED` another choice of moments. Each kill is printed as JSON, wi
 the run went on.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,8 +1,6 @@
 """A run that is resumed with other settings or data says what has changed, and refuses what cannot
 be continued."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

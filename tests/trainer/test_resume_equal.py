@@ -1,7 +1,5 @@
 """Six steps equal three steps, a resume, and three more steps, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 from run_cases import assert_equal_tensors, often, timeless
 

@@ -1,7 +1,5 @@
 """`close` of a trainer ends the processes of the reward function, also after a failure."""
 
-from __future__ import annotations
-
 import psutil
 import pytest
 from fine_tuning_cases import six_steps

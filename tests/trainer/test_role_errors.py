@@ -1,7 +1,5 @@
 """A mistake in a role of a user gives one line that names it, before any worker starts."""
 
-from __future__ import annotations
-
 import pytest
 from role_cases import write_tally
 

@@ -1,7 +1,5 @@
 """Roles on pools of their own compute the numbers of roles that share processes."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

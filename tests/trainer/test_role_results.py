@@ -1,7 +1,5 @@
 """A result of an added stage that does not fit is named, and updates see the batch only."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Stages of added roles run where the dataflow says, and their results are used."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import closing
 

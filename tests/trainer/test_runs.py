@@ -1,7 +1,5 @@
 """Complete runs of two steps: the files they write, and that backends compute the same."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """The batch of a step, with a rollout and a reward that are made by hand."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Sequences and token ids that a model cannot compute are refused before a worker starts."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Supervised fine-tuning on conversations: loss on the tokens of the assistant only."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from contextlib import closing

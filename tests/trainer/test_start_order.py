@@ -1,7 +1,5 @@
 """The order in which the roles of a run load their models."""
 
-from __future__ import annotations
-
 from contextlib import closing
 
 import pytest

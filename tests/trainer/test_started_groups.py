@@ -1,7 +1,5 @@
 """Worker groups of a run: they are watched, and a start that fails stops what it has started."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """A run on Ray that is killed or stopped leaves no process, and keeps its checkpoint."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

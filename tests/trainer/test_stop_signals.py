@@ -1,7 +1,5 @@
 """What a signal does to a run: it ends the step, saves a checkpoint, and stops within the grace."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pkgutil

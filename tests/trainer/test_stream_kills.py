@@ -1,8 +1,6 @@
 """A run whose responses are on their way when it loses a replica trains each prompt once.
 The order of its calls repeats it to the bit on one process."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """With `rollout.take_turns` the loop frees device memory before and after each generation."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """Validation in training: several responses per prompt, and metrics of each data source."""
 
-from __future__ import annotations
-
 import json
 from unittest.mock import MagicMock
 

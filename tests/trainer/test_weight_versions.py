@@ -1,7 +1,5 @@
 """A response that other weights sampled than the actor's ends the run before it is trained on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

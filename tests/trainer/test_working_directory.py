@@ -1,7 +1,5 @@
 """What the working directory is for a run: its paths are kept, and its files are no modules."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

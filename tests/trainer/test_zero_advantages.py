@@ -4,8 +4,6 @@
 that computes them, on 1, 2 and 4 ranks.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

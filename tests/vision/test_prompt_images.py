@@ -1,7 +1,5 @@
 """From `<image>` and the images of a row to token ids, patches and positions."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

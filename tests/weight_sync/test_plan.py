@@ -1,7 +1,5 @@
 """Plans: each element is written once, from an owner; buffers and bytes are those of the plan."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The fields of generated sequences, on the example of `generate_batch`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -3,8 +3,6 @@
 The reference computes the batch on one rank, padded, in one micro-batch per mini-batch.
 """
 
-from __future__ import annotations
-
 import group_cases
 import pytest
 import torch

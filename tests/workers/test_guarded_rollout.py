@@ -1,7 +1,5 @@
 """The worker calls its rollout engine through a guard with the settings of the run, and ends it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

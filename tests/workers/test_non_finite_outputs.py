@@ -1,7 +1,5 @@
 """An update whose outputs are not finite is skipped by all ranks, and counted."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

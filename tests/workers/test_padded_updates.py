@@ -1,7 +1,5 @@
 """Rows that a call adds so that a batch divides have weight zero in an update."""
 
-from __future__ import annotations
-
 import numpy as np
 import padded_cases
 import pytest

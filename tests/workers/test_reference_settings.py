@@ -1,7 +1,5 @@
 """The settings with which the reference policy is computed, with adapters and without."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

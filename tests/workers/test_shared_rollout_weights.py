@@ -1,7 +1,5 @@
 """The rollout of the actor's process uses the actor's tensors, unless a setting is against it."""
 
-from __future__ import annotations
-
 import pytest
 from torch.distributed.tensor import DTensor
 

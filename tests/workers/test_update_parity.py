@@ -6,8 +6,6 @@ test` takes a sample in which every pair of choices occurs, on 1 and 2 ranks; `m
 the sample on 4 ranks, and all 480 combinations on 1, 2 and 4.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from typing import get_args
 

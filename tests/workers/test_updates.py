@@ -1,7 +1,5 @@
 """Updates with a training engine that records the mini-batches it gets."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -8,7 +8,7 @@
     turns        which tokens follow a turn that the policy has sampled
     tool_calls   what a tool is, and how calls of tools are read from a turn
     tools        `ToolEnvironment`: calls the tools, and returns their results
-    packages     environments and tools of Gymnasium, OpenEnv and MCP servers
+    packages     environments of Gymnasium, and tools of MCP servers
     sandbox      runs Python code without a network, within limits
 
 May import every package below `agents` in docs/architecture.md.

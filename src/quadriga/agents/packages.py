@@ -1,8 +1,7 @@
-"""Environments and tools of other packages: Gymnasium, OpenEnv, MCP servers.
+"""Environments of Gymnasium, and tools of MCP servers.
 
-    class Environment(GymnasiumEnvironment):      class Environment(OpenEnvEnvironment):
-        id = "FrozenLake-v1"                          def client(self):
-                                                          return EchoEnv("http://127.0.0.1:8000")
+    class Environment(GymnasiumEnvironment):
+        id = "FrozenLake-v1"
 
     class Environment(ToolEnvironment):
         tools = [add, *mcp_tools(["python", "server.py"]), *mcp_tools("http://127.0.0.1:9000/mcp")]
@@ -15,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from threading import Thread
@@ -32,41 +30,7 @@ if TYPE_CHECKING:
 _LIST_S = 60.0  # deadline of the start of an MCP server, with the list of its tools
 
 
-class _Translated(ABC):
-    """An environment whose observations become texts, and whose actions are made of turns."""
-
-    row: Mapping[str, Any]
-
-    def action(self, text: str) -> Any:
-        """Return the action of a turn. A `ValueError` is told to the policy, which acts again."""
-        return text
-
-    def observation(self, observation: Any) -> str:
-        """Return what the policy sees of an observation; "": the first one adds nothing."""
-        return str(observation)
-
-    def seed(self, row: Mapping[str, Any]) -> int:
-        """Return the seed of an episode: the column `seed`, or a number made of all columns."""
-        if (given := row.get("seed")) is not None:
-            return int(given)
-        return zlib.crc32(repr(sorted(row.items())).encode(errors="replace"))
-
-    def _first(self, observation: Any) -> Observation | None:
-        text = self.observation(observation)
-        return Observation(text) if text else None
-
-    def _later(self, observation: Any, reward: float, ended: bool) -> Observation | Done:
-        metrics = {"invalid_actions": 0.0}
-        if ended:
-            return Done(reward, metrics)
-        return Observation(self.observation(observation), reward, metrics)
-
-
-def _invalid(problem: object) -> Observation:
-    return Observation(f"error: {problem}", metrics={"invalid_actions": 1.0})
-
-
-class GymnasiumEnvironment(_Translated):
+class GymnasiumEnvironment:
     """An environment of Gymnasium, one for each episode.
 
     Args:
@@ -76,6 +40,7 @@ class GymnasiumEnvironment(_Translated):
         id: its registered name.
         options: arguments of `gymnasium.make`.
         env: the environment, for `action` and `observation`.
+        row: the columns of the data row.
     """
 
     id: ClassVar[str]
@@ -91,8 +56,19 @@ class GymnasiumEnvironment(_Translated):
 
         self.env = gymnasium.make(self.id, **{**self.options, **options})
 
+    def observation(self, observation: Any) -> str:
+        """Return what the policy sees of an observation; "": the first one adds nothing."""
+        return str(observation)
+
+    def seed(self, row: Mapping[str, Any]) -> int:
+        """Return the seed of an episode: the column `seed`, or a number made of all columns."""
+        if (given := row.get("seed")) is not None:
+            return int(given)
+        return zlib.crc32(repr(sorted(row.items())).encode(errors="replace"))
+
     def action(self, text: str) -> Any:
-        """Return the action of a turn: its text in a space of texts, otherwise its number."""
+        """Return the action of a turn: its text in a space of texts, otherwise its number. A
+        `ValueError` is told to the policy, which acts again."""
         import gymnasium
 
         return text if isinstance(self.env.action_space, gymnasium.spaces.Text) else int(text)
@@ -100,49 +76,26 @@ class GymnasiumEnvironment(_Translated):
     def reset(self, row: Mapping[str, object]) -> Observation | None:
         """Begin the episode of a data row."""
         self.row = row
-        return self._first(self.env.reset(seed=self.seed(row))[0])
+        text = self.observation(self.env.reset(seed=self.seed(row))[0])
+        return Observation(text) if text else None
 
     def step(self, action: Action) -> Observation | Done:
         """Act. The episode ends where the environment has terminated or truncated it."""
         try:
             chosen = self.action(action.text)
+            if chosen not in self.env.action_space:
+                raise ValueError(f"{chosen!r:.80} is not in {self.env.action_space}")
         except ValueError as error:
-            return _invalid(error)
-        if chosen not in self.env.action_space:
-            return _invalid(f"{chosen!r:.80} is not in {self.env.action_space}")
+            return Observation(f"error: {error}", metrics={"invalid_actions": 1.0})
         observation, reward, terminated, truncated, _ = self.env.step(chosen)
-        return self._later(observation, float(reward), terminated or truncated)
+        metrics = {"invalid_actions": 0.0}
+        if terminated or truncated:
+            return Done(float(reward), metrics)
+        return Observation(self.observation(observation), float(reward), metrics)
 
     def close(self) -> None:
         """Close the environment."""
         self.env.close()
-
-
-class OpenEnvEnvironment(_Translated):
-    """A session of an OpenEnv server."""
-
-    @abstractmethod
-    def client(self) -> Any:
-        """Return a client of the server, an `openenv.core.EnvClient` that is not connected."""
-
-    async def reset(self, row: Mapping[str, object]) -> Observation | None:
-        """Begin the episode of a data row in a session of its own."""
-        self.row, self._client = row, self.client()
-        await self._client.connect()
-        return self._first((await self._client.reset(seed=self.seed(row))).observation)
-
-    async def step(self, action: Action) -> Observation | Done:
-        """Act."""
-        try:
-            chosen = self.action(action.text)
-        except ValueError as error:
-            return _invalid(error)
-        found = await self._client.step(chosen)
-        return self._later(found.observation, found.reward or 0.0, found.done)
-
-    async def close(self) -> None:
-        """End the session."""
-        await self._client.close()
 
 
 # Tools of MCP servers.

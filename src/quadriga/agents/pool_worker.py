@@ -31,7 +31,6 @@ from quadriga.agents.environments import (
 )
 from quadriga.agents.pool import MAX_BYTES, READY, Answer, End, Play, digest, encoded
 from quadriga.agents.program import Program, Request
-from quadriga.agents.tool_calls import ToolFormat
 from quadriga.containment import describe
 from quadriga.errors import InputError
 from quadriga.rewards.pool_worker import run_program
@@ -134,8 +133,7 @@ def _class_of(ref: EnvironmentRef) -> Callable[..., Environment]:
     loaded = ref.load()
     if isinstance(loaded, type):
         return loaded
-    tool_format = cast("ToolFormat | None", ref.tool_format)
-    return cast("Callable[..., Environment]", partial(Program, loaded, tool_format))
+    return cast("Callable[..., Environment]", partial(Program, loaded, ref.tool_format))
 
 
 @dataclass

@@ -114,7 +114,7 @@ class Program:
         tool_format: of the calls in a turn; None: the template writes no calls.
     """
 
-    def __init__(self, function: Played, tool_format: ToolFormat | None, **options: object) -> None:
+    def __init__(self, function: Played, tool_format: str | None, **options: object) -> None:
         self._function, self._format, self._options = function, tool_format, options
         self._asked: asyncio.Queue[_Asked] = asyncio.Queue()
         self._current: _Asked | None = None
@@ -243,7 +243,7 @@ class Program:
     def _reply(self, request: Request, action: Action) -> Reply:
         text, calls = action.text, list[dict[str, Any]]()
         if request.tools and self._format is not None:
-            found, _ = parse_calls(text, self._format)
+            found, _ = parse_calls(text, cast("ToolFormat", self._format))
             known = {tool["function"]["name"]: Tool(print, tool) for tool in request.tools}
             for number, call in enumerate(found):
                 given = known[call.name].given(call) if call.name in known else call.arguments

@@ -27,11 +27,6 @@ BACKENDS = {
 }
 
 
-def register_backend(name: str, location: str) -> None:
-    """Add a backend under `name`. `location` is "module:Class" of a `Backend`."""
-    BACKENDS[name] = location
-
-
 def get_backend(name: str, **options: object) -> Backend:
     """Return a new backend of that name; import its libraries and no others.
 

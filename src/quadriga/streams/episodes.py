@@ -266,7 +266,7 @@ class Episodes:
             if results is None:
                 self._begin_prompt(episode, answer)
             elif answer.status == "observed" and not full:
-                more, marker = self._following(episode, answer)
+                more, marker = self._following(episode, results, answer)
         except QuadrigaError as error:  # what the template cannot write
             episode.failure = Answer(answer.episode, "raised", detail=str(error))
         if results is None:  # after a failure its first turn is written, and then it ends
@@ -311,15 +311,15 @@ class Episodes:
         if answer.status in FAILURES:
             episode.failure = answer
 
-    def _following(self, episode: _Episode, answer: Answer) -> tuple[list[int], int]:
+    def _following(
+        self, episode: _Episode, results: DataProto, answer: Answer
+    ) -> tuple[list[int], int]:
         """Return the tokens behind the last turn of a row, and the version of the first of them.
 
         Raises:
             ModelError, ConfigError: the template cannot write them; see `Turns`.
             InputError: a context begins in a row with images.
         """
-        results = episode.results
-        assert results is not None
         turns, marker = self.turns.with_tools(answer.tools), OBSERVED
         if answer.new_context:
             marker = CONTEXT

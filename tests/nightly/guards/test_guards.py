@@ -3,8 +3,6 @@
 pytest -m nightly tests/nightly/guards -k "os._exit"
 """
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil
