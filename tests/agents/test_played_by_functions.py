@@ -79,6 +79,9 @@ def test_calls_of_tools_are_read_from_a_turn(policy):
         [{"role": "tool", "content": "5", "tool_call_id": "call00100", "name": "add"}], False
     )  # fmt: skip
     assert own.answer("5").rewards == [5.0]
+    own = policy("calls", "hermes")
+    own.answer()
+    assert own.answer(f"{call}<tool_call>no").chat[1]["content"] == f"{call}<tool_call>no"
     own = policy("calls", "qwen3_coder")
     own.answer()
     found = own.answer("<tool_call><function=add><parameter=a>2</parameter></function></tool_call>")

@@ -241,9 +241,9 @@ class Program:
         return Request(new, chat=request.chat, tools=request.tools, max_tokens=request.max_tokens)
 
     def _reply(self, request: Request, action: Action) -> Reply:
-        text, calls = action.text, list[dict[str, Any]]()
+        text, calls, problem = action.text, list[dict[str, Any]](), None
         if request.tools and self._format is not None:
-            found, _ = parse_calls(text, cast("ToolFormat", self._format))
+            found, problem = parse_calls(text, cast("ToolFormat", self._format))
             known = {tool["function"]["name"]: Tool(print, tool) for tool in request.tools}
             for number, call in enumerate(found):
                 given = known[call.name].given(call) if call.name in known else call.arguments
@@ -253,7 +253,7 @@ class Program:
         if not calls:
             return Reply({"role": "assistant", "content": text}, action)
         before = _CALLS.split(text, maxsplit=1)
-        content = before[0] if len(before) > 1 else ""
+        content = text if problem else before[0] if len(before) > 1 else ""
         return Reply({"role": "assistant", "content": content, "tool_calls": calls}, action)
 
 

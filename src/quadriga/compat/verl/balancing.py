@@ -221,7 +221,7 @@ def _lengths(batch: TensorDict | RemoteBatch) -> torch.Tensor:
     if isinstance(ids, torch.Tensor) and ids.is_nested:
         _, offsets = jagged_parts(ids)
         return offsets.diff().cpu()
-    lengths: torch.Tensor = batch[fields.ATTENTION_MASK].sum(-1).cpu()
+    lengths: torch.Tensor = batch[fields.ATTENTION_MASK].bool().sum(-1).cpu()
     return lengths
 
 

@@ -447,7 +447,7 @@ Metrics: TypeAlias = dict[str, float]
 def compute_response_mask(data: DataProto) -> Tensor:
     """Return the columns of `attention_mask` that belong to the responses; [B, R]."""
     length = data.batch[fields.RESPONSES].shape[1]
-    mask: Tensor = data.batch[fields.ATTENTION_MASK][:, -length:]
+    mask: Tensor = data.batch[fields.ATTENTION_MASK][:, -length:].clamp(max=1)
     return mask
 
 

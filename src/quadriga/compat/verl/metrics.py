@@ -137,7 +137,7 @@ def _lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
     if "prompt_length" in batch.batch and "response_length" in batch.batch:
         return batch.batch["prompt_length"].float(), batch.batch["response_length"].float()
     width = batch.batch[fields.RESPONSES].shape[-1]
-    mask = batch.batch[fields.ATTENTION_MASK].float()
+    mask = batch.batch[fields.ATTENTION_MASK].bool().float()
     start = mask.shape[-1] - width
     return mask[:, :start].sum(-1), mask[:, start:].sum(-1)
 
