@@ -34,8 +34,8 @@ demo: $(INSTALLED)
 	@$(BIN)/python -m quadriga.cli.main demo $(DEMO_ARGS)
 
 # The tests start some hundred processes: each would compile the package again. The processes of
-# pytest use all cores, so that torch has one thread. The order of the files is that of tests/conftest.py.
-FILES := --dist loadfile --no-loadscope-reorder --max-worker-restart 1
+# pytest use all cores, so that torch has one thread.
+FILES := --dist loadfile --max-worker-restart 1
 test: lint types
 	@env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TEST_WORKERS) $(FILES) $(TEST_ARGS)
 

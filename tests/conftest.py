@@ -4,22 +4,16 @@ The whole suite runs in one process, so a process group, a variable of a rank or
 table that one test leaves behind changes the result of another.
 """
 
-import gc
+from __future__ import annotations
+
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from unittest import mock
 
 import pytest
 
 from quadriga.backends import BACKENDS
-
-LONG_FOLDERS = (
-    "trainer", "engines", "checks", "compat", "backends", "rollout", "workers", "security", "cli",
-    "examples", "vision", "protocol",
-)  # fmt: skip
-"""Folders with files of minutes, the longest first. The others take seconds each."""
 
 RANK_VARIABLES = (
     "RANK",
@@ -29,19 +23,6 @@ RANK_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the long files first, so that no process is left with one of them at the end.
-
-    What the imports have made is not looked at by later collections of garbage: without that, each
-    one takes a second.
-    """
-    tests = Path(__file__).parent
-    order = {name: number for number, name in enumerate(LONG_FOLDERS)}
-    items.sort(key=lambda item: order.get(item.path.relative_to(tests).parts[0], len(order)))
-    gc.collect()
-    gc.freeze()
 
 
 def _process_state() -> dict[str, object]:

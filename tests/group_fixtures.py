@@ -1,5 +1,7 @@
 """Fixtures of the folders that start worker groups on both backends, for their conftest files."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
 import pytest

@@ -1,5 +1,7 @@
 """Rows of a batch by their numbers of tokens."""
 
+from __future__ import annotations
+
 import torch
 
 

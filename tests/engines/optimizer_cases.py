@@ -1,5 +1,7 @@
 """Steps of each optimizer on one rank, and on two and three that hold uneven shards."""
 
+from __future__ import annotations
+
 import importlib.util
 
 import engine_cases as cases

@@ -1,5 +1,7 @@
 """A run of `quadriga train` in a process of its own, and all processes that it has started."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import secrets

@@ -346,7 +346,9 @@ def test_the_contexts_of_a_function_are_trained_as_they_were_sampled(
         return turns.prompt_ids([{"role": "user", "content": text}])
 
     rows = [*read_jsonl(Path(config.trainer.default_local_dir) / "metrics.jsonl")][1:]
-    assert rows[0]["mismatch/max"] < 1e-4 and all(row["agent/contexts"] == 2 for row in rows)
+    assert rows[0]["mismatch/max"] < 1e-4
+    # A step whose groups were all scored before it has no metrics of its own scores.
+    assert {row.get("agent/contexts", 2) for row in rows} == {2}
     for sample in read_samples(Path(config.trainer.default_local_dir) / "samples.jsonl"):
         sources = [turn["source"] for turn in sample.turns]
         assert sources == ["user", "user; a context begins", ""]

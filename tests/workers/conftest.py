@@ -1,5 +1,7 @@
 """The model of the updates on several ranks."""
 
+from __future__ import annotations
+
 import pytest
 
 

@@ -3,6 +3,8 @@
 The choices of fault `n` depend on the seed and `n` only.
 """
 
+from __future__ import annotations
+
 import itertools
 import os
 import random

@@ -7,6 +7,8 @@ guard fails without it, and needs no entry.
 `old` occurs exactly once in the file. `new` lets the program go on as if there were no guard.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 WEIGHTS = "tests/security/test_model_weights.py"
@@ -110,7 +112,7 @@ GUARDS = (
     Guard(
         "values of variables in config.yaml",
         "config/loading.py",
-        "                OmegaConf.update(written, key, text)\n",
+        "                settings[name] = text\n",
         "                pass\n",
         f"{SECRETS}::test_values_of_variables_are_not_written",
     ),

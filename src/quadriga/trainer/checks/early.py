@@ -25,6 +25,7 @@ from quadriga.data.rows import check_files as existing_files, read_pieces
 from quadriga.errors import DataError, ModelError
 from quadriga.models.folder import check_model_files
 from quadriga.observability.callbacks import callback_file
+from quadriga.observability.trackers import check_trackers
 from quadriga.rewards.functions import load_reward_function
 from quadriga.trainer.checks.settings import check_against_each_other
 
@@ -48,6 +49,8 @@ def check_early(config: object, *, complete: bool = True) -> None:
     if complete or not isinstance(config, EvalConfig):
         check_against_each_other(config)
     trains = complete and not isinstance(config, GenerationConfig)
+    if not isinstance(config, GenerationConfig) and complete:
+        check_trackers(config.trainer.loggers)
     for setting, files, columns in _data(config):
         check_files(files, setting, needed=trains and setting.endswith("train_files"))
         near = [file for file in files if columns and not is_remote(file)]
