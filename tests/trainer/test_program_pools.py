@@ -1,6 +1,7 @@
 """The pools of a program take the place of the section `placement` wherever ranks are counted."""
 
 import pytest
+import ray
 
 from quadriga.config.loading import load_config
 from quadriga.config.role_ranks import num_ranks, role_pools
@@ -77,3 +78,4 @@ def test_ranks_have_the_threads_that_their_pools_leave(train_overrides, monkeypa
     trainer.init_workers()
     assert rank_runtime(seen[0], 1).threads == 2
     assert rank_runtime(trainer.config, 1).threads == 8  # of the one rank in the settings
+    ray.shutdown()  # later files need more CPUs

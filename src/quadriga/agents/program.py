@@ -287,15 +287,12 @@ def _checked(message: object) -> Message:
 def _call(call: object) -> dict[str, Any]:
     """Return a call of a tool with its arguments as a dict, which most templates ask for."""
     try:
-        function = cast("dict[str, Any]", call)["function"]
+        given = cast("dict[str, Any]", call)
+        function = given["function"]
         arguments = function["arguments"]
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
         function = {"name": str(function["name"]), "arguments": dict(found)}
-        return {
-            "id": str(cast("dict[str, Any]", call)["id"]),
-            "type": "function",
-            "function": function,
-        }
+        return {"id": str(given["id"]), "type": "function", "function": function}
     except (KeyError, TypeError, ValueError) as error:
         raise InputError(f"a call of a tool cannot be read: {call!r:.80}") from error
 

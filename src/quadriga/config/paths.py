@@ -90,13 +90,14 @@ def local_path(
 
 def _problem(scheme: str, name: str) -> str:
     """Return why a path cannot be read, with the remedy, or ""."""
-    from fsspec.registry import registry
+    from fsspec.registry import known_implementations, registry
 
     if not name:
         return f"nothing follows {scheme}://; name a bucket or a folder there"
     if scheme not in STORES:
         known = f"write a path of this machine, or one of {', '.join(f'{s}://' for s in STORES)}"
-        return "" if scheme in registry else f"no file system is known for {scheme}://; {known}"
+        added = scheme in registry and scheme not in known_implementations  # by the program
+        return "" if added else f"no file system is known for {scheme}://; {known}"
     package = STORES[scheme]
     there = scheme in registry or importlib.util.find_spec(package) is not None
     return "" if there else f"{scheme}:// needs the package {package}: pip install {package}"
