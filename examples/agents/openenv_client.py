@@ -5,7 +5,7 @@
         agent.options.url=http://127.0.0.1:8000 agent.reset_tokens=100
 
 What the policy writes is the field `text` of the action, and the field `text` of an observation is
-what it sees. Needs `openenv-core`, whose dependencies exclude those of `quadriga[remote]`.
+what it sees. Needs `openenv-core`, which cannot be installed beside `quadriga[remote]`.
 """
 
 from __future__ import annotations

@@ -65,6 +65,16 @@ def rows_of(batch: DataProto):
     yield from zip(*(batch.batch[name] for name in names), attention, *arrays, strict=True)
 
 
+def model_with(train_overrides, template, folder):
+    """Return a copy of the model of a run, with another chat template, and its tokenizer."""
+    [model] = [s for s in train_overrides if s.startswith("actor_rollout_ref.model.path=")]
+    shutil.copytree(model.partition("=")[2], folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return folder, tokenizer
+
+
 def check_episodes(batch: DataProto, config: TrainConfig) -> int:
     """Play each episode again, from the texts of its turns, and compare all tokens. Return how many
     turns they have."""
@@ -303,11 +313,7 @@ def test_tools_are_in_the_prompt_and_their_results_in_the_episode(
     train_overrides, game, batches, tmp_path
 ):
     (tmp_path / "game.py").write_text(TOOLS)
-    [model] = [s for s in train_overrides if s.startswith("actor_rollout_ref.model.path=")]
-    folder = shutil.copytree(model.partition("=")[2], tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    folder, tokenizer = model_with(train_overrides, TEMPLATE, tmp_path / "model")
     more = [f"actor_rollout_ref.model.path={folder}", "data.max_prompt_length=400"]
     run_training(load_config(TrainConfig, [*train_overrides, *game, *more]))
     batch = batches[0].batch
@@ -391,11 +397,7 @@ def test_a_template_that_writes_earlier_turns_in_another_way_begins_contexts(
     train_overrides, game, batches, tmp_path
 ):
     (tmp_path / "game.py").write_text(TALK)
-    [model] = [s for s in train_overrides if s.startswith("actor_rollout_ref.model.path=")]
-    folder = shutil.copytree(model.partition("=")[2], tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = MARKS
-    tokenizer.save_pretrained(folder)
+    folder, tokenizer = model_with(train_overrides, MARKS, tmp_path / "model")
     more = [f"actor_rollout_ref.model.path={folder}", "data.max_response_length=200"]
     for number, history in enumerate(("template", "sampled")):
         own = [f"agent.history={history}", f"trainer.default_local_dir={tmp_path / history}"]

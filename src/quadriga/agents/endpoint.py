@@ -224,6 +224,7 @@ async def _body(request: Request) -> Json:
 
 
 def _max_tokens(body: Json) -> Any:
+    """Return what a request gives, which may be anything: the policy refuses what is no count."""
     return body.get("max_completion_tokens") or body.get("max_tokens") or 0
 
 

@@ -242,7 +242,7 @@ class Program:
 
     def _reply(self, request: Request, action: Action) -> Reply:
         text, calls, problem = action.text, list[dict[str, Any]](), None
-        if request.tools and self._format is not None:
+        if request.tools:  # `ask` has refused them without a format
             found, problem = parse_calls(text, cast("ToolFormat", self._format))
             known = {tool["function"]["name"]: Tool(print, tool) for tool in request.tools}
             for number, call in enumerate(found):

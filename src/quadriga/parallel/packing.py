@@ -86,7 +86,7 @@ class ContextRows:
 
 
 def by_context(input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor) -> ContextRows:
-    """Return the contexts of [B, P + R] rows as rows, those of a row behind each other.
+    """Return each context of [B, P + R] rows as a row. The contexts of one row follow each other.
 
     Raises:
         ProtocolError: `attention_mask` is 0 at a target.

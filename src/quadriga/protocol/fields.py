@@ -116,7 +116,7 @@ FIELDS: tuple[Field, ...] = (
           (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
     Field(ATTENTION_MASK, "[B, P], then [B, P+R]", "int64",
           "0 at padding; at a token the number of its context, which is 1, and 2, … in an episode "
-          "that begins another one: tokens see those of their own context",
+          "that begins another one: a token sees the tokens of its context",
           (_PROMPT_LOADER, _SFT_LOADER, _GENERATE)),
     Field(POSITION_IDS, "[B, P], then [B, P+R]", "int64",
           "position of each token, from 0; for a model that takes images [B, 3, …]: in time, "

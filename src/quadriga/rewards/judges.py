@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import Any, cast
 
 from quadriga.config.secrets import mask_secrets
 from quadriga.containment import describe
@@ -78,7 +79,7 @@ def json_field(name: str) -> Verdict:
 
 def _number(value: object) -> float | None:
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(cast("Any", value))
     except (TypeError, ValueError, OverflowError):
         return None
 
