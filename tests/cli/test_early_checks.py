@@ -13,6 +13,7 @@ from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
+from quadriga.errors import DataError
 from quadriga.trainer.checks.early import check_early
 
 PROGRAM = """
@@ -89,7 +90,10 @@ def test_the_source_of_a_table_tells_what_the_table_tells_and_files_may_add_name
     }
     assert [*registry.table_parameters("policy_losses", "POLICY_LOSSES")] == [*POLICY_LOSSES]
     own = ["algorithm.user_files=[mine.py]", "algorithm.adv_estimator=mine"]
-    check_early(load_config(TrainConfig, own), complete=False)
+    config = load_config(TrainConfig, [*own, "trainer.loggers=[mine]"])
+    check_early(config, complete=False)
+    with pytest.raises(DataError, match=r"data\.train_files is empty"):
+        check_early(config)
 
 
 def test_print_config_is_checked_and_a_search_imports_nothing_heavy(folder, capsys):

@@ -19,7 +19,7 @@ from quadriga.observability.trackers import (
     TRACKERS,
     RunInfo,
     Trackers,
-    check_trackers,
+    check_packages,
     plot_learning_curve,
     register_tracker,
 )
@@ -143,7 +143,7 @@ def test_tensorboard_shows_the_samples_of_a_validation(tmp_path):
 def test_a_service_without_its_package_is_refused_with_its_extra(name, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=rf"pip install 'quadriga\[{name}\]'"):
-        check_trackers([name])
+        check_packages([name])
 
 
 @pytest.mark.parametrize("fails", [OSError, RuntimeError])

@@ -71,11 +71,12 @@ def test_pools_that_differ_between_nodes_have_their_ranks(train_overrides) -> No
 def test_ranks_have_the_threads_that_their_pools_leave(train_overrides, monkeypatch) -> None:
     from quadriga.trainer import ppo
 
-    seen = []
+    seen, before = [], ray.is_initialized()
     monkeypatch.setattr(ppo, "start_groups", lambda config, **others: seen.append(config))
     more = ("trainer.backend=ray", "trainer.num_cpus=8", "trainer.threads_per_worker=null")
     trainer = trainer_of(train_overrides, {"a": [4]}, ONE, *more)
     trainer.init_workers()
     assert rank_runtime(seen[0], 1).threads == 2
     assert rank_runtime(trainer.config, 1).threads == 8  # of the one rank in the settings
-    ray.shutdown()  # later files need more CPUs
+    if not before:
+        ray.shutdown()  # later files need more CPUs

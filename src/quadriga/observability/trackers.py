@@ -313,18 +313,17 @@ def register_tracker(name: str, factory: TrackerFactory) -> None:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise `UnknownNameError` for the first unknown name; the message names the nearest one.
+    """Raise `UnknownNameError` for an unknown name; the message names the nearest known one."""
+    for name in {*names} - {*TRACKERS}:
+        raise unknown_name("tracker for trainer.loggers", name, sorted(TRACKERS))
 
-    Raises `ConfigError` for a tracker whose package is not installed.
-    """
-    for name in names:
-        if name not in TRACKERS:
-            raise unknown_name("tracker for trainer.loggers", name, sorted(TRACKERS))
-        if name in SERVICES and importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"trainer.loggers contains {name!r}, but the package {name} is not installed; "
-                f"run pip install 'quadriga[{name}]'"
-            )
+
+def check_packages(names: Iterable[str]) -> None:
+    """Raise `ConfigError` for the first tracker whose package is not installed."""
+    for name in {*SERVICES} & {*names}:
+        if importlib.util.find_spec(name) is None:
+            told = f"trainer.loggers: the package {name} is not installed; run pip install"
+            raise ConfigError(f"{told} 'quadriga[{name}]'", key="trainer.loggers")
 
 
 class TrackerThread:

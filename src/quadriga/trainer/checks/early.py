@@ -25,7 +25,7 @@ from quadriga.data.rows import check_files as existing_files, read_pieces
 from quadriga.errors import DataError, ModelError
 from quadriga.models.folder import check_model_files
 from quadriga.observability.callbacks import callback_file
-from quadriga.observability.trackers import check_trackers
+from quadriga.observability.trackers import check_packages
 from quadriga.rewards.functions import load_reward_function
 from quadriga.trainer.checks.settings import check_against_each_other
 
@@ -49,8 +49,6 @@ def check_early(config: object, *, complete: bool = True) -> None:
     if complete or not isinstance(config, EvalConfig):
         check_against_each_other(config)
     trains = complete and not isinstance(config, GenerationConfig)
-    if not isinstance(config, GenerationConfig) and complete:
-        check_trackers(config.trainer.loggers)
     for setting, files, columns in _data(config):
         check_files(files, setting, needed=trains and setting.endswith("train_files"))
         near = [file for file in files if columns and not is_remote(file)]
@@ -63,6 +61,7 @@ def check_early(config: object, *, complete: bool = True) -> None:
     if not isinstance(config, GenerationConfig):
         callbacks = config.trainer.callbacks
         check_files((str(callback_file(one)) for one in callbacks), "trainer.callbacks")
+        check_packages(config.trainer.loggers if complete else ())
     _check_models(config, needed=trains)
 
 

@@ -49,6 +49,7 @@ from quadriga.config.schema import (
 from quadriga.engines import ENGINES, check_engine, kind_of
 from quadriga.errors import ConfigError
 from quadriga.observability.run_folder import STREAM
+from quadriga.observability.trackers import check_trackers
 from quadriga.rollout import ROLLOUTS, rollout_of
 from quadriga.trainer.roles.needs import (
     critic_model,
@@ -350,6 +351,7 @@ def check_train_settings(config: TrainConfig) -> None:
         refuse(config, check(config))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
+    check_trackers(config.trainer.loggers)
 
 
 def check_fine_tuning_settings(config: SFTConfig | RMConfig) -> None:
@@ -357,6 +359,7 @@ def check_fine_tuning_settings(config: SFTConfig | RMConfig) -> None:
     check_values(config)
     check_choice("engine.name", config.engine.name, sorted(ENGINES))
     refuse(config, _fine_tuning(config))
+    check_trackers(config.trainer.loggers)
 
 
 def check_generate_settings(config: GenerateConfig) -> None:
