@@ -1,7 +1,5 @@
 """Keep code of the user within bounds in the process that runs it, and end what it has started."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib.util

@@ -10,8 +10,6 @@ refers to incomplete content, not even after a power failure.
         table.write(fresh)
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

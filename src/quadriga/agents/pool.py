@@ -19,8 +19,6 @@ still:
     process 4   C again, when its next turn comes
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -4,8 +4,6 @@ Each call of an environment is a task of one event loop. Methods that are no cor
 threads, so an environment that sleeps or hangs holds its own episode alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

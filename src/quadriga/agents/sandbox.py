@@ -9,8 +9,6 @@ Where the system does not allow namespaces, as in many containers, code is not r
 The kernel of the machine is shared. Use a virtual machine for code that may attack it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -14,8 +14,6 @@ be written, which are in memory and end with the processes. It imports the stand
 that it starts in milliseconds and has nothing of the run in its memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

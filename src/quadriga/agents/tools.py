@@ -7,8 +7,6 @@ class Environment(ToolEnvironment):
         return float(answer.strip() == self.row["answer"])
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

@@ -3,8 +3,6 @@
 Shapes: B samples (responses), T response tokens, K reward components.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

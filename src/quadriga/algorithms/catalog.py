@@ -1,7 +1,5 @@
 """All tables as rows: what the command `quadriga algorithms` prints."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -9,8 +9,6 @@ Conventions of every policy loss in this package:
   `Partial`s. Aggregation is a separate step (`aggregation.py`).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -11,8 +11,6 @@ does not depend on how the batch is split.
 Shapes: B samples, T tokens. Conventions: see `clipped_losses.py`.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

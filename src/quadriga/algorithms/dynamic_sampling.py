@@ -7,8 +7,6 @@ makes the effective batch smaller. "Groups" are prompt groups here.
 Shapes: B samples, G prompt groups.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Literal
 

@@ -6,8 +6,6 @@ z are the policy's logits divided by the temperature. The reference is a constan
 Shapes: N tokens, V vocabulary entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -8,8 +8,6 @@ Ionides 2008; V-trace, arXiv 1802.01561) or by weight 0 outside an interval.
 Shapes: B samples, T tokens.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ an estimate: `full_kl.kl_full` sums over the vocabulary and needs the logits of 
 Shapes: B samples, T tokens, V vocabulary entries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -1,7 +1,5 @@
 """The table of policy losses, and the function that calls them. Shapes: B samples, T tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ The inputs and settings of an entry are read from the signature of its function,
 cannot disagree with the function.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import sys

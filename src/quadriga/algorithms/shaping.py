@@ -5,8 +5,6 @@ metrics). Group-relative estimators give it advantage 0. All functions are pure:
 tensors and do not change their inputs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

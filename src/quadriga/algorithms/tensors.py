@@ -5,8 +5,6 @@ A check costs one reduction over the tensor. Only if that reduction shows a faul
 searched for the row to report. Positions outside the mask may hold any value, NaN included.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

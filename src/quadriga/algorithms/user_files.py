@@ -4,8 +4,6 @@ Importing the file runs its decorators (`register_advantage`, `register_policy_l
 the tables. A worker process starts with the built-in tables, and loads the files itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable
 from contextvars import ContextVar

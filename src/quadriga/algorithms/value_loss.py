@@ -3,8 +3,6 @@
 Shapes: B samples, T tokens, P pairs.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Export a trained model as a Hugging Face folder."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable, Iterable

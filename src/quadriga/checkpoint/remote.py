@@ -20,8 +20,6 @@ writes its own name, and the run before it, which looks before each upload, send
     thread of uploads        └─ files of 10, metrics, marker ─┘   └─ files of 20, …
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -8,8 +8,6 @@ After a loss, all ranks of new groups load the newest snapshot that is complete 
 keeper has two complete snapshots of a rank at most: while ranks send one, the one before stays.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict

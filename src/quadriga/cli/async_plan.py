@@ -8,8 +8,6 @@ and what more for each row, is fitted to the steps of a run with `trainer.max_st
 to its calls.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ converted        values whose unit depends on other settings
 implied          settings of ours that follow from several of verl's
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase

@@ -1,7 +1,5 @@
 """The settings of the commands beside `quadriga train`, as frozen dataclasses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 

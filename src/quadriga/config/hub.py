@@ -7,8 +7,6 @@
 The token is HF_TOKEN, or the one that `hf auth login` has saved; `HF_ENDPOINT` names another hub.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator

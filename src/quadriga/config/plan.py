@@ -9,8 +9,6 @@ Example: 32 prompts per step, n=8, 4 ranks, mini-batches of 8 prompts, 3 epochs,
     ceil(16 / 5)              = 4 micro-batches per rank, of 5 + 5 + 5 + 1 sequences
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

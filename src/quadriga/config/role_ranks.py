@@ -9,8 +9,6 @@ Example: 2 nodes of 4 ranks, placement.actor=[0-3], placement.critic=[4,5], plac
     rollout     6 7        rollout          [2]
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -8,8 +8,6 @@ Three things make a text a secret:
     its form     a user and password in a URL, or a key with the prefix of a known service
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging

@@ -11,8 +11,6 @@ else by reading it back. Credentials come from the environment, as the packages 
 `config.paths.STORES` document. Their values are masked in messages.
 """
 
-from __future__ import annotations
-
 import base64
 import fcntl
 import hashlib

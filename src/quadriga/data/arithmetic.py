@@ -15,8 +15,6 @@ differ. The splits that `make_parts` returns share no problem in this strict sen
 cannot solve a validation problem by recalling a training problem.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Mapping

@@ -11,8 +11,6 @@ floating point operations. With `selective` it is the operations between the pro
 activation functions, rotations), which take little time and make most of the tensors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

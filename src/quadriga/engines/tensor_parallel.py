@@ -27,8 +27,6 @@ a sum (`Partial`), which FSDP adds up before it reduces the gradient.
 The checks read the config of a model, no weights, so that they can run before any process starts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import replace

@@ -16,8 +16,6 @@ for the layer L, whose weight in the base model is L.weight.
 Importing this file does not import PEFT.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -7,8 +7,6 @@ too, but uses it for 16-bit products alone. Both compute in float32; they add in
 Shapes: M rows (tokens), K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 from typing import Any

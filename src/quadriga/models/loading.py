@@ -4,8 +4,6 @@ Every loader checks the folder first, so that a mistake gives a `ModelError` of 
 the folder and what is missing. `check_model_folder` does the same check without loading weights.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

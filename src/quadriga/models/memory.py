@@ -16,8 +16,6 @@ what differs from a device:
 `EngineMemory` is what the memory function of a training engine or a rollout engine returns.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ The model is a Llama, because `AutoTokenizer` loads the tokenizer.json of a Llam
 For Qwen2 it replaces the pre-tokenizer by that of the Qwen2 family.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The output of a run: a progress line on a terminal, a few plain lines in a file or a pipe."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence

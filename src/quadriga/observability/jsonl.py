@@ -1,7 +1,5 @@
 """Read and write JSON-lines files: one JSON object per line, and never half a line."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

@@ -3,8 +3,6 @@
 A `*` in a name stands for a part that depends on the run, such as the name of a span.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ A rank has one profile at a time. Colocated roles, and all ranks of the local ba
 process and so the trace.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager

@@ -4,8 +4,6 @@ Progress bars, advice and information lines are turned off. Errors stay, and so 
 Python itself.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

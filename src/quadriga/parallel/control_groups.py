@@ -9,8 +9,6 @@ and gets no more than any of them: the smallest limit of the chain counts.
     job/step/cpu.max      max
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ Every collective has a timeout: if one rank does not join, the other ranks fail 
 seconds.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import os
 import socket

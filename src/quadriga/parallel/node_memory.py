@@ -17,8 +17,6 @@ produces      a folder of links, which is removed at the end of the `with` block
 unblocked by  the end of the read on every node
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -14,8 +14,6 @@ On the meta device the results have their shapes, and nothing is exchanged (memo
 Shapes: n tokens of a rank, s ranks, H heads, D head size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 

@@ -13,8 +13,6 @@ The library of safetensors checks the header against the length of the file, and
 the digest. Memory is allocated for bytes that the file has, and once for each of them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -15,8 +15,6 @@ sequence has `P + R`:
                 1 0 0 0
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

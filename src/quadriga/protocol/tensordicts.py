@@ -6,8 +6,6 @@ time of `import torch`, in each process. Here the functions stay without marks. 
 Quadriga.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """Results that may not exist yet, and waiting for them in threads. Imports no torch."""
 
-from __future__ import annotations
-
 import asyncio
 import contextvars
 import threading

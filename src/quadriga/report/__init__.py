@@ -12,8 +12,6 @@ All texts of data are in the JSON, and the page shows them as text: none of them
 script. A policy in the page refuses every other script and every address.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -5,8 +5,6 @@ and with which versions. It is made for others to read: of the paths of this mac
 part, and no command line, host or folder of the run.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

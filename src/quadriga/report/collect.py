@@ -3,8 +3,6 @@
 A file that is missing or damaged costs its own part of the report, whose `problems` name it.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

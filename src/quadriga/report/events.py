@@ -1,7 +1,5 @@
 """`events.jsonl`: the starts of a run, with their environment, and its warnings."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import logging

@@ -11,8 +11,6 @@ A judge that cannot be reached, or whose verdict cannot be read, raises `RewardE
 has no score, and `reward.on_failure` says what follows. Of several judges, the others score it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import http.client

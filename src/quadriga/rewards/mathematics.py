@@ -5,8 +5,6 @@ response's answer is what it has in the last \\boxed{…}, else its last express
 can take any time, so the rule runs in the processes of the reward pool, which have a deadline.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Mapping, Sequence

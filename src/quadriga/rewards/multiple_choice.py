@@ -5,8 +5,6 @@ mark, `\\boxed{\\text{(B)}}` as well as `option B`, and several that are named t
 mark without a letter. Then the last statement that names a mark decides.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from unicodedata import normalize

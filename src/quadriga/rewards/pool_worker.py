@@ -5,8 +5,6 @@ supervisor and its child, which scores. The supervisor ends the child with every
 started. The folders, which the controller has in its `sys.path`, are searched last.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

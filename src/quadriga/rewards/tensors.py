@@ -4,8 +4,6 @@
 {"acc": [1, 0]}}`, where each list has one value per row.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress

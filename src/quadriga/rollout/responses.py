@@ -3,8 +3,6 @@
 For engines that take and return lists of tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

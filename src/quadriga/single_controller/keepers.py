@@ -1,7 +1,5 @@
 """What keeps values of ranks in the memory of another process, so that they survive a rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, Protocol, Self, TypeAlias
 

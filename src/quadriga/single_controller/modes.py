@@ -11,8 +11,6 @@ An execute mode selects the ranks that execute a call. `register_dispatch_mode` 
 The modes of the package are in the tables at the end.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVar

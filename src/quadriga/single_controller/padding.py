@@ -13,8 +13,6 @@ made from one received row next to each other, in the order of the received rows
 result whose rows are no rows of the batch, such as a report, has the field with False: all remain.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeVar
 

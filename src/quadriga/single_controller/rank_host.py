@@ -4,8 +4,6 @@ Calls start in the order in which they were sent, although they may arrive in an
 generator method runs in the rank one item per call.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -9,8 +9,6 @@ and every step has the deadline and the errors of a call.
     program                0         1         2        items received
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress

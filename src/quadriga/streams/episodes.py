@@ -14,8 +14,6 @@ environment has no state of its own in a checkpoint: it is begun again, and the 
 of its row are played again.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -16,8 +16,6 @@ step need nothing but a pause between calls. New rows join at the next call (ite
 scheduling, Orca, OSDI 2022, with slices of several tokens as iterations).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress

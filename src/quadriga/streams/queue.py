@@ -7,8 +7,6 @@
 Every group is in one state, so no prompt is lost and none is trained twice.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field

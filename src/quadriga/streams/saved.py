@@ -11,8 +11,6 @@ that had ended at its start, the numbers of its rows, and the number of their re
 and "max_tokens" of groups.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which prompt groups a step may train, so that none becomes older than the bound."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

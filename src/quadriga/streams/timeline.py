@@ -7,8 +7,6 @@
 The phases of a step follow each other and end with it, so their seconds give their starts.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path

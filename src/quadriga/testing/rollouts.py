@@ -6,8 +6,6 @@ without a cache and without padding.
 Shapes: B rows, P prompt columns, R response columns, n tokens, V vocabulary entries.
 """
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence

@@ -3,8 +3,6 @@
 A file of its own, because it is the entry point that programs import: `run_training(config)`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from quadriga.config.schema import TrainConfig

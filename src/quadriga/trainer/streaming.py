@@ -11,8 +11,6 @@ waits for     complete prompt groups of the step, which `StalenessBound.choose` 
 unblocked by  the end of calls to the replicas and of scoring; an error of either is raised here
 """
 
-from __future__ import annotations
-
 import math
 import threading
 import time

@@ -32,8 +32,6 @@ waits for     all ranks of both groups
 unblocked by  their part of each round, or the timeout of the group
 """
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -10,8 +10,6 @@ computed from its own shards and not from what was sent, so a box that was lost,
 another place changes the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Literal

@@ -4,8 +4,6 @@ The methods select their inputs with these tuples, and `trainer.dataflow` checks
 a run starts, that an earlier stage writes every field that a method reads.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from quadriga.protocol import fields

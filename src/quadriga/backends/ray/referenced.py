@@ -3,8 +3,6 @@
 This module loads those of tensors, so it is imported with the first such reference.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

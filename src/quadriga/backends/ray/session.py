@@ -8,8 +8,6 @@ of the object store in it, or read what ranks print. So they are made in a folde
         r/session_…/sockets, …/logs     Ray's
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -17,8 +17,6 @@ used.
                                                     balancing       sequence-length balancing
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """verl's sequence-length balancing, computed by `quadriga.parallel.balancing`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import chain
 from typing import TypeVar

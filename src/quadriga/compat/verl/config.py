@@ -8,8 +8,6 @@ can be read as a mapping. Only the estimators and losses of this package read it
 run are `quadriga.config.schema`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, ClassVar, Final, TypeAlias, overload

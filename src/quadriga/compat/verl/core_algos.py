@@ -13,8 +13,6 @@ Estimators that divide by none take it and do not use it, as in verl. `_`: what 
 passes to every estimator and this one does not read, such as `reward_baselines`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
 from typing import Any, TypeAlias, TypeVar

@@ -7,8 +7,6 @@ Shapes: B samples, T response tokens, P prompt tokens. Fields of tokens are [B, 
 [B, P], `attention_mask` is [B, P + T].
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import TypeAlias

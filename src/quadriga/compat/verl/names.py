@@ -6,8 +6,6 @@ name first. So it also has the names that these modules import, as in verl: prog
 another way.
 """
 
-from __future__ import annotations
-
 PROTOCOL, CONTROLLER = "quadriga.protocol", "quadriga.single_controller"
 RAY, WORKERS = "quadriga.backends.ray", "quadriga.workers"
 COMPAT = "quadriga.compat.verl"

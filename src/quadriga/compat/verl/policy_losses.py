@@ -9,8 +9,6 @@ the global batch.
 Shapes: B samples, T response tokens. All tensors are [B, T].
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import wraps

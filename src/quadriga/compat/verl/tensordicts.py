@@ -7,8 +7,6 @@ A field is one of three kinds:
     NonTensorData    one Python object        belongs to the batch, not to a row
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 

@@ -11,8 +11,6 @@ aligned, in the tokens that a window counts, in the dtypes that they round to. A
 change every log-probability without an error.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import partial

@@ -41,8 +41,6 @@ Shapes: N packed tokens, M slots, H heads, Hk key heads, D head size, Dv size of
 block: b rows, Lq query and Lk key slots. For flex: M tokens after padding, T = M / 128 blocks.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable

@@ -11,8 +11,6 @@ more micro-batches):
     micro-batches in flight        4    3    2    1
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial

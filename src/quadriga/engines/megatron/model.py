@@ -15,8 +15,6 @@ twice (arXiv 2104.04473, §2.2.2):
     chunk      0         0         1         1
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -4,8 +4,6 @@ Megatron-core keeps its groups in one global state, so all engines of a process 
 degrees.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -4,8 +4,6 @@ Prompts that several rows share are prefilled once, the key-value cache is writt
 rows that have ended leave the batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ Generation is simulated at its two largest moments: the prefill of the distinct 
 last token, when no row has ended.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

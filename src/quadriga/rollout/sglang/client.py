@@ -4,8 +4,6 @@ Requests are messages to a host process that is started here, or HTTP to a serve
 paths and bodies of SGLang's HTTP server. Any thread may call; calls run side by side.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import http.client

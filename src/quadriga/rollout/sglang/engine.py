@@ -1,7 +1,5 @@
 """`SGLangRollout`: the rollout protocol over one SGLang."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

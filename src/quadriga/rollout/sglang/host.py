@@ -9,8 +9,6 @@ The host ends, with its whole process group and FOLDER, when the rank ends or cl
 This module imports SGLang only within functions.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

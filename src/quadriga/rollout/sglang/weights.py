@@ -18,8 +18,6 @@ part of one:
     v_proj  [32, 64]    rows 0, 64, 96 on
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence

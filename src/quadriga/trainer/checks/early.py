@@ -4,8 +4,6 @@ They are a first look. The command repeats them with all that they leave out: na
 the user can add, engines and devices, sizes and tokens of models, every row of the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from quadriga.config.commands import (

@@ -4,8 +4,6 @@ They are arguments of a function, which may be one of the user, so they have no 
 function is called with two responses.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -10,8 +10,6 @@ in a file of `algorithm.user_files`.
 This package may import every package below `trainer`.
 """
 
-from __future__ import annotations
-
 from quadriga.trainer.roles.registry import AddedRole, RoleStage, register_role
 
 __all__ = ["AddedRole", "RoleStage", "register_role"]

@@ -1,7 +1,5 @@
 """Which roles a run needs, told from its settings in a moment: nothing here imports torch."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection
 

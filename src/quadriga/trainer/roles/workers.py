@@ -16,8 +16,6 @@ The pools of a program stand in place of the section `placement` of the settings
     critic     2 5        critic: 1 rank on each node
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Iterable, Mapping, Sequence

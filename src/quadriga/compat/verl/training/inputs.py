@@ -3,8 +3,6 @@
 Each is an object of Quadriga's under verl's interface. `RayPPOTrainer` takes the object itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 The settings choose the engine, so a class refuses settings that choose another one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from quadriga.compat.verl.training import workers

@@ -9,8 +9,6 @@ optimizer; a rollout is one of `quadriga.rollout.build_rollout`. As in verl, `co
 of a worker, whose `ppo_mini_batch_size` counts rows of this rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any

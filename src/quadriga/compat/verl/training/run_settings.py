@@ -5,8 +5,6 @@ the program takes part in the run if `register_role` has said which stage calls 
 an error.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import sys

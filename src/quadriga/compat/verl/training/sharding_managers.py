@@ -9,8 +9,6 @@
 They work on `quadriga.weight_sync`, for every training engine and every rollout engine.
 """
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
