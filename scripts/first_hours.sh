@@ -134,10 +134,15 @@ dataflow() {
   shown python tree_search.py
 }
 
+# Without the path of the folder; a row of a table keeps its width.
+shorter='BEGIN { $| = 1; binmode $_, ":utf8" for STDIN, STDOUT; $work = $ENV{WORK}; $hour = "$work/[a-z]+" }
+  $width = length; s|$hour/||g; s|$hour|.|g; s|$work|\x{2026}|g; s|/[^ "]*/site-packages/||g;
+  $left = $width - length; s/(?=\x{2502}$)/" " x $left/e'
+export WORK=$work
 failed=""
 for hour in "${@:-trl verl dataflow}"; do for hour in $hour; do
   mkdir -p "$work/$hour" && cd "$work/$hour" || exit 1
-  "$hour" > >(sed -u "s|$work/$hour/||g; s|$work/$hour|.|g; s|$work|…|g; s|/[^ \"]*/site-packages/||g" | tee "$output/$hour.txt")
+  "$hour" > >(perl -pe "$shorter" | tee "$output/$hour.txt")
 done; done
 wait
 [[ -z $failed ]] || { echo "not as expected:$failed"; exit 1; }
