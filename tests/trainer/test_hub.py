@@ -193,7 +193,12 @@ def test_a_card_tells_curves_settings_and_versions_and_no_secrets(tmp_path, monk
 
 
 @pytest.mark.parametrize("damaged", ["", "no card", "---\n[\n---\n", "---\n- 1\n---\n"])
-def test_a_base_without_a_card_that_can_be_read_has_no_license(tmp_path, damaged):
+def test_a_base_without_a_card_that_can_be_read_has_no_license(
+    tmp_path, damaged, server, monkeypatch
+):
+    (tmp_path / "base").mkdir()
     if damaged:
-        (tmp_path / "README.md").write_text(damaged)
-    assert base_license(str(tmp_path)) == {}
+        (tmp_path / "base/README.md").write_text(damaged)
+    monkeypatch.chdir(tmp_path)
+    assert base_license("base") == {}
+    assert server.asked == [], "the hub was asked about a folder of this machine"

@@ -99,10 +99,10 @@ def base_license(model: str) -> dict[str, Any]:
             path = hf_hub_download(model.removeprefix(HUB_PREFIX), "README.md")
         else:
             path = str(local_folder(model) / "README.md")
-        found = ModelCard.load(path, ignore_metadata_errors=True).data.to_dict()
+        found = ModelCard(Path(path).read_text("utf-8"), ignore_metadata_errors=True).data
     except (OSError, ValueError, yaml.YAMLError):
         return {}
-    return {key: found[key] for key in _LICENSE if found.get(key)}
+    return {key: found.get(key) for key in _LICENSE if found.get(key)}
 
 
 def _public(text: str) -> str:
