@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from quadriga import __version__
 from quadriga.config.commands import (
@@ -33,6 +32,7 @@ from quadriga.config.commands import (
     RMConfig,
     SFTConfig,
 )
+from quadriga.config.paths import Dataclass
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import shown
 from quadriga.containment import ExitGuard, open_output
@@ -40,9 +40,6 @@ from quadriga.errors import ConfigError, InputError, QuadrigaError, nearest_name
 from quadriga.files import refusal_in
 from quadriga.lazy import imported
 from quadriga.observability.quiet import silence_libraries
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 MAX_LINE = 2000  # characters of the one line for wrong input
 LOST = 75  # EX_TEMPFAIL of sysexits.h
@@ -64,11 +61,11 @@ class Command:
     name: str
     summary: str
     target: str
-    settings: type[DataclassInstance] | None = None
-    variants: Mapping[str, type[DataclassInstance]] = field(default_factory=dict)
+    settings: type[Dataclass] | None = None
+    variants: Mapping[str, type[Dataclass]] = field(default_factory=dict)
 
 
-PLANNED: dict[str, type[DataclassInstance]] = {
+PLANNED: dict[str, type[Dataclass]] = {
     "train": TrainConfig,
     "sft": SFTConfig,
     "rm": RMConfig,
@@ -142,7 +139,7 @@ class Invocation(argparse.Namespace):
         from quadriga.cli.own_code import Settings, may_run
         from quadriga.config.loading import given_user_files, to_yaml
 
-        def call(config: DataclassInstance) -> None:
+        def call(config: Dataclass) -> None:
             if self.print_config:
                 if name == "train":  # with what the user's files add
                     imported(f"{_TRAINER}.checks.settings:check_train_settings")(config)
@@ -167,7 +164,7 @@ class Invocation(argparse.Namespace):
         whole = None if self.verl is None and settings.code else settings.config
         call(whole or load())
 
-    def load(self) -> DataclassInstance:
+    def load(self) -> Dataclass:
         """Return the settings of a command line; those of a training run with the sections of
         roles that the user's files add."""
         settings, overrides = self.command.settings, self.overrides

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.convert import check_values
+from quadriga.config.paths import Dataclass
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T", bound=Dataclass)
 
 
 def run_make_data(config: ArithmeticDataConfig) -> None:

@@ -14,23 +14,20 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.convert import leaves
+from quadriga.config.paths import Dataclass
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import shown
 from quadriga.containment import without_code
 from quadriga.errors import InputError, UnknownSettingError
 from quadriga.observability.callbacks import callback_file
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 _FILES = ("reward.path", "agent.path", "data.dataset.path", "data.sampler.path")
 
 
-def code_in(config: DataclassInstance) -> list[str]:
+def code_in(config: Dataclass) -> list[str]:
     """Return the files, programs and folders whose code a command with these settings runs."""
     return list(dict.fromkeys(str(found) for found in _named(dict(leaves(config))) if found))
 
@@ -85,14 +82,12 @@ class Settings:
         code: what they name (`code_in`).
     """
 
-    config: DataclassInstance | None
+    config: Dataclass | None
     code: list[str]
     error: UnknownSettingError | None = None
 
     @classmethod
-    def read(
-        cls, load: Callable[[], DataclassInstance], user_files: Callable[[], list[str]]
-    ) -> Settings:
+    def read(cls, load: Callable[[], Dataclass], user_files: Callable[[], list[str]]) -> Settings:
         """Read them. `user_files`: returns the files that can add sections."""
         with without_code():
             try:
@@ -106,7 +101,7 @@ class Settings:
         return cls(config, code_in(config))
 
     @contextmanager
-    def without_code(self) -> Iterator[DataclassInstance]:
+    def without_code(self) -> Iterator[Dataclass]:
         """Run no code within the block, and say so in its refusals."""
         try:
             if self.config is None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Generic, TypeGuard, TypeVar
+from typing import Final, Generic, TypeGuard, TypeVar
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
@@ -43,17 +43,14 @@ from quadriga.config.loading import (
     read_settings_file,
     remember_given,
 )
-from quadriga.config.paths import local_path
+from quadriga.config.paths import Dataclass, local_path
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets, shown
 from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
 from quadriga.observability.trackers import TRACKERS as OWN_TRACKERS
 from quadriga.rollout import rollout_of
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T", bound=Dataclass)
 
 _ABSENT = object()
 _ENGINE_CLASS = "engine._target_"  # in fine-tuning, where it alone may say megatron

@@ -21,18 +21,16 @@ import textwrap
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from quadriga.config.paths import Dataclass
 from quadriga.config.schema import Infinite
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError, UnknownSettingError, nearest_name
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T", bound=Dataclass)
 MAX_SHOWN = 200  # characters of a key or a value in a message
 
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
@@ -143,7 +141,7 @@ def walk_keys(cls: type, prefix: str = "") -> Iterator[tuple[str, object]]:
             yield from walk_keys(kind, f"{key}.")
 
 
-def leaves(config: DataclassInstance, prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves(config: Dataclass, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted key, value) for every setting of an object, sections excluded."""
     for field in dataclasses.fields(config):
         value, key = getattr(config, field.name), f"{prefix}{field.name}"
@@ -251,7 +249,7 @@ def _section(root: type, default: T, values: object, prefix: str, where: str) ->
 _LISTS_OF_TEXT = (list[str], list[int | str], tuple[str, ...])
 
 
-def check_values(config: DataclassInstance) -> None:
+def check_values(config: Dataclass) -> None:
     """Raise `ConfigError` for the first setting that has the wrong type, is out of range or not one
     of its choices. `build` has checked that; a settings object that a program makes is unchecked.
     """
@@ -350,7 +348,7 @@ class Setting:
     meaning: str
 
 
-def settings_of(config: DataclassInstance) -> Iterator[Setting]:
+def settings_of(config: Dataclass) -> Iterator[Setting]:
     """Yield the settings of an object in the order of the schema; its values are the defaults."""
     kinds = {"": type(config), **dict(walk_keys(type(config)))}
     for key, value in leaves(config):
@@ -361,7 +359,7 @@ def settings_of(config: DataclassInstance) -> Iterator[Setting]:
         yield Setting(key, words, as_written(value), meaning)
 
 
-def help_text(config: DataclassInstance, words: Iterable[str] = ()) -> str:
+def help_text(config: Dataclass, words: Iterable[str] = ()) -> str:
     """Return all settings of a command: `key=default  (type; comment)`. A line is as wide as the
     terminal at most; without a terminal, each setting has one line.
 

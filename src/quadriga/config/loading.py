@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -39,15 +39,12 @@ from quadriga.config.convert import (
     unknown_setting,
     with_texts,
 )
-from quadriga.config.paths import local_path
+from quadriga.config.paths import Dataclass, local_path
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets, mask_values, remember_secret
 from quadriga.errors import ConfigError, UnknownSettingError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T", bound=Dataclass)
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
 MAX_FILE = 1 << 20  # bytes of a settings file
@@ -102,7 +99,7 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
 
 
 def given_trainer(
-    cls: type[DataclassInstance], overrides: Iterable[str], file: str | Path | None = None
+    cls: type[Dataclass], overrides: Iterable[str], file: str | Path | None = None
 ) -> RunConfig:
     """Return the section `trainer` of a command that trains, whatever sections files of the user
     may add. Raises `ConfigError` as `load_config` does."""
@@ -112,7 +109,7 @@ def given_trainer(
     return trainer
 
 
-def _resolved_at(cls: type[DataclassInstance], tree: DictConfig, key: str) -> Plain:
+def _resolved_at(cls: type[Dataclass], tree: DictConfig, key: str) -> Plain:
     """Return a value or a section. Of the others only those that it refers to are resolved."""
     check_interpolations(plain_dict(tree))
     with _resolving(cls):
@@ -128,7 +125,7 @@ def _selected(tree: DictConfig, key: str) -> Plain:
 
 
 def _given(
-    cls: type[DataclassInstance],
+    cls: type[Dataclass],
     overrides: Iterable[str],
     file: str | Path | None,
     *,
@@ -216,9 +213,7 @@ def _apply(tree: DictConfig, cls: type, key: str, value: object) -> None:
         raise ConfigError(f"cannot set {key}: {str(error).splitlines()[0]}", key=key) from None
 
 
-def _resolve(
-    cls: type[DataclassInstance], tree: DictConfig, given: dict[str, Plain]
-) -> dict[str, Plain]:
+def _resolve(cls: type[Dataclass], tree: DictConfig, given: dict[str, Plain]) -> dict[str, Plain]:
     """Return the given values with each `${key}` replaced by its value.
 
     `${key}` may refer to a setting that is not given, so the defaults are merged in before values
@@ -231,7 +226,7 @@ def _resolve(
         return plain_dict(_with_defaults(cls, tree), resolve=True)
 
 
-def _with_defaults(cls: type[DataclassInstance], tree: DictConfig) -> DictConfig:
+def _with_defaults(cls: type[Dataclass], tree: DictConfig) -> DictConfig:
     merged = OmegaConf.merge(OmegaConf.create(_values_of(cls())), tree)
     assert isinstance(merged, DictConfig)
     return merged
@@ -446,7 +441,7 @@ _interpolated: dict[str, list[tuple[Plain, Plain]]] = {}
 _REMEMBERED = 16  # interpolations of one key that are kept, those of the latest loads
 
 
-def to_yaml(config: DataclassInstance) -> str:
+def to_yaml(config: Dataclass) -> str:
     """Return `written_settings` as YAML.
 
     `load_config(type(config), file=…)` reads it back and returns an equal object in the same
@@ -455,7 +450,7 @@ def to_yaml(config: DataclassInstance) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(written_settings(config)))
 
 
-def written_settings(config: DataclassInstance) -> dict[str, Plain]:
+def written_settings(config: Dataclass) -> dict[str, Plain]:
     """Return all settings, with secrets masked and interpolations unresolved."""
     values = _values_of(config)
     # A `${` of a text is no interpolation.
@@ -471,7 +466,7 @@ def written_settings(config: DataclassInstance) -> dict[str, Plain]:
     return written
 
 
-def shown_settings(config: DataclassInstance) -> dict[str, Plain]:
+def shown_settings(config: Dataclass) -> dict[str, Plain]:
     """Return dotted key → value of every setting, with secrets masked."""
     return dict(setting_leaves(mask_values(_values_of(config))))
 
@@ -493,7 +488,7 @@ def _gives(value: Plain, text: Plain, written: dict[str, Plain], key: str) -> bo
         return False
 
 
-def remember_given(config: DataclassInstance, given: Mapping[str, Plain]) -> None:
+def remember_given(config: Dataclass, given: Mapping[str, Plain]) -> None:
     """Remember the interpolations of the given values, and the values of secret settings."""
     values = _values_of(config)
     for key, value in setting_leaves(values):
@@ -507,7 +502,7 @@ def remember_given(config: DataclassInstance, given: Mapping[str, Plain]) -> Non
             del pairs[:-_REMEMBERED]
 
 
-def _values_of(config: DataclassInstance) -> dict[str, Plain]:
+def _values_of(config: Dataclass) -> dict[str, Plain]:
     return {key: _plain(value) for key, value in dataclasses.asdict(config).items()}
 
 

@@ -15,18 +15,22 @@ import importlib.util
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import Field, dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from quadriga.config.secrets import mask_secrets
 from quadriga.errors import ConfigError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-T = TypeVar("T", bound="DataclassInstance")
+class Dataclass(Protocol):
+    """Any dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+T = TypeVar("T", bound=Dataclass)
 PROGRAM = "<program>"
 """Stands for a file in `reward.path`: the function is one of the Python program that runs."""
 _NO_PATHS = ("", "disable", "auto", PROGRAM)  # disable and auto: modes of `trainer.resume_mode`

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, get_arg
 import numpy as np
 
 from quadriga.config.convert import with_texts
-from quadriga.config.paths import local_path
+from quadriga.config.paths import Dataclass, local_path
 from quadriga.config.schema import SpecialTokens
 from quadriga.data.chat import (
     Chat,
@@ -55,7 +55,6 @@ from quadriga.protocol import DataProto, fields
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from _typeshed import DataclassInstance
     from transformers import PreTrainedTokenizerBase
 
 ItemT = TypeVar("ItemT")
@@ -134,7 +133,7 @@ class EncodedDataset(Generic[ItemT]):
         cls,
         files: Sequence[str | Row],
         tokenizer: PreTrainedTokenizerBase,
-        settings: DataclassInstance,
+        settings: Dataclass,
         **more: Any,  # fields that the settings do not have
     ) -> Self:
         """Return the dataset of files, with each field that settings have under its name."""

@@ -26,17 +26,13 @@ import socket
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from quadriga.config.paths import local_path
+from quadriga.config.paths import Dataclass, local_path
+from quadriga.config.schema import RunConfig
 from quadriga.errors import ConfigError
 from quadriga.files import remove, writing
 from quadriga.observability.jsonl import keep_rows, read_jsonl, step_of
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    from quadriga.config.schema import RunConfig
 
 Existing: TypeAlias = Literal["refuse", "restart", "overwrite", "resume"]
 """What happens to a run that a folder already holds. It is kept (resume), or all its files and no
@@ -88,9 +84,7 @@ class RunFolder:
         self.model = path / MODEL
 
     @classmethod
-    def open(
-        cls, path: str | Path, config: DataclassInstance, existing: Existing = "refuse"
-    ) -> RunFolder:
+    def open(cls, path: str | Path, config: Dataclass, existing: Existing = "refuse") -> RunFolder:
         """Create the folder or continue in it, lock it, and write the settings.
 
         The path is made absolute: processes that were started in another folder get it too.

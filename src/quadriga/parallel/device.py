@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import psutil
 import torch
 
+from quadriga.config.paths import Dataclass
 from quadriga.config.schema import DtypeName, RunConfig
 from quadriga.errors import ConfigError, PlacementError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-    RecordT = TypeVar("RecordT", bound=DataclassInstance)
+RecordT = TypeVar("RecordT", bound=Dataclass)
 
 DeviceType = Literal["cpu", "cuda", "npu"]
 """A device type of torch that Quadriga runs on."""
