@@ -6,8 +6,6 @@ and the same command can go on (`LOST`); 130 stopped by Ctrl-C, 143 by SIGTERM. 
 what it needs, such as torch and Ray, when it runs.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

@@ -1,7 +1,5 @@
 """`quadriga data make`: arithmetic problems, and a tiny model for them."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, TypeVar
 

@@ -10,8 +10,6 @@ A type is a runtime annotation: a class (`int`), a generic (`list[str]`), a unio
 so such a value is typed `object` here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import inspect

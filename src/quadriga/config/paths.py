@@ -9,8 +9,6 @@ A trainer makes relative paths absolute when it is made (`absolute_paths`), and 
 were given.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """The device, the dtype and the collective library of a rank."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import replace
