@@ -55,7 +55,7 @@ def test_overlong_prompts_are_filtered_or_an_error(file, tokenizer):
     ("row", "message"),
     [
         ({"question": "x"}, r"row 1: no 'prompt'; found keys \['question'\]"),
-        ({"prompt": None}, r"row 1: no 'prompt'"),
+        ({"prompt": None}, r"row 1: no value of 'prompt'"),
         ({"prompt": []}, r"row 1: 'prompt' must be a text or a list of messages, got an empty"),
         ({"prompt": 3}, r"row 1: .* got int"),
         ({"prompt": [{"role": "user"}]}, r"row 1: each message of 'prompt'"),

@@ -23,7 +23,7 @@ def test_dotted_access_names_the_missing_key():
     with pytest.raises(DataError, match=r"f.parquet, row 4: no 'reward' in 'extra_info'") as caught:
         row.at("extra_info.reward")
     assert (caught.value.path, caught.value.row) == ("f.parquet", 4)
-    with pytest.raises(DataError, match="no 'empty'"):
+    with pytest.raises(DataError, match="no value of 'empty'"):
         row.at("extra_info.empty")
     with pytest.raises(DataError, match=r"no 'more' in 'extra_info.answer'; found str"):
         row.at("extra_info.answer.more")

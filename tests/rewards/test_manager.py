@@ -84,6 +84,7 @@ def test_a_reward_of_several_may_have_no_opinion():
     assert manager.failures[0].detail == "no score: the function returned None"
     alone = RewardManager(Letters(), lambda response: None if response else 1.0)
     assert [one.status for one in alone.score_texts(["a", ""], [{}] * 2)] == ["raised", "scored"]
+    assert str(alone.failures[0]) == "row 0, raised", "no data source"
 
 
 def test_a_callable_can_score_in_this_process_but_not_in_a_pool():

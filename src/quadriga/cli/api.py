@@ -153,9 +153,12 @@ def _merged(*trees: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_backend(values: dict[str, Any]) -> dict[str, Any]:
     """Return settings in which one rank is in this process, unless a backend is given."""
-    ranks = values.get("trainer", {})
-    one = ranks.get("nnodes", 1) == ranks.get("n_gpus_per_node", 1) == 1
-    return _merged({"trainer": {"backend": "local"}}, values) if one else values
+    local = _merged({"trainer": {"backend": "local"}}, values)
+    ranks = local["trainer"]
+    one = not isinstance(ranks, Mapping) or (  # `build` refuses another type
+        ranks.get("nnodes", 1) == ranks.get("n_gpus_per_node", 1) == 1
+    )
+    return local if one else values
 
 
 def free_folder(name: str) -> Path:
@@ -167,16 +170,19 @@ def free_folder(name: str) -> Path:
 
 @contextmanager
 def inputs_of(folder: Path) -> Iterator[Path]:
-    """Yield the folder of what is written for a run. An error before the run begins removes it."""
+    """Yield the folder of what is written for a run. An error before the run begins removes it, and
+    names rows in memory, not their file."""
     inputs = folder / "inputs"
     there = inputs.exists()
     try:
         yield inputs
-    except InputError:
+    except InputError as error:
         if not there and not RunFolder(folder).holds_run:
             shutil.rmtree(inputs, ignore_errors=True)
             with suppress(OSError):  # the folder holds something else
                 folder.rmdir()
+            own = "|".join(re.escape(str(path)) for path in (inputs.absolute(), inputs))
+            error.args = (re.sub(rf"({own})/(\w+)-\w+\.jsonl", r"\2", str(error)),)
         raise
 
 
@@ -189,21 +195,10 @@ def with_reward(
     """Return settings with a reward, if one is given; add functions of the program to `functions`.
 
     Raises:
-        InputError: see `reward_section`.
+        InputError: a reward is no function, has parameters of no form, or a weight has no reward.
     """
     if reward is None and not weights:
         return values
-    return _merged(values, {"reward": reward_section(reward, weights, functions)})
-
-
-def reward_section(
-    reward: Any, weights: Mapping[str, float] | None, functions: dict[str, Callable[..., object]]
-) -> dict[str, Any]:
-    """Return the settings `reward.*`, and add the functions of the program to `functions`.
-
-    Raises:
-        InputError: a reward is no function, has parameters of no form, or a weight has no reward.
-    """
 
     def source(value: Any, name: str) -> dict[str, Any]:
         if isinstance(value, str | Path):
@@ -218,8 +213,7 @@ def reward_section(
 
     if isinstance(reward, list | tuple):
         names = [name_of(value) for value in reward]
-        twice = [name for name in names if names.count(name) > 1]
-        if twice:
+        if twice := [name for name in names if names.count(name) > 1]:
             text = f"two rewards are named {twice[0]!r}; name them: reward={{'first': f, …}}"
             raise ConfigError(text, key="reward")
         reward = dict(zip(names, reward, strict=True))
@@ -227,20 +221,18 @@ def reward_section(
     if not isinstance(weights, Mapping | None):
         text = f"reward_weights: expected weights by name, as {{'first': 0.5}}, got {weights!r}"
         raise ConfigError(text, key="reward_weights")
-    unknown = [name for name in weights or {} if name not in named]
-    if unknown:
+    if unknown := [name for name in weights or {} if name not in named]:
         has = ", ".join(named) or "none by name"
         text = f"reward_weights[{unknown[0]!r}]: there is no such reward; there are {has}"
         raise ConfigError(text, key="reward_weights")
     if not named:
-        return source(reward, name_of(reward))
+        return _merged(values, {"reward": source(reward, name_of(reward))})
     weights = weights or {}
-    return {
-        "parts": {
-            name: {**source(value, name), "weight": float(weights.get(name, 1.0))}
-            for name, value in named.items()
-        }
+    parts = {
+        name: {**source(value, name), "weight": float(weights.get(name, 1.0))}
+        for name, value in named.items()
     }
+    return _merged(values, {"reward": {"parts": parts}})
 
 
 def rows_in(data: Any, name: str) -> list[Mapping[str, Any]] | None:
@@ -256,7 +248,8 @@ def rows_in(data: Any, name: str) -> list[Mapping[str, Any]] | None:
     known = "a list of rows, a dataset, a data frame, or .parquet and .jsonl files"
     if isinstance(data, Mapping):
         keys = ", ".join(map(str, data))
-        raise DataError(f"{name}: expected {known}, got a mapping with {keys}; pass one of these")
+        hint = "rows, as [{'prompt': …}, …]" if "prompt" in data else "one of these"
+        raise DataError(f"{name}: expected {known}, got a mapping with {keys}; pass {hint}")
     if not hasattr(data, "__len__") or not hasattr(data, "__iter__"):
         got = type(data).__name__
         raise DataError(f"{name}: expected {known}, got {got}; make a list of what it yields")
@@ -499,9 +492,9 @@ class Recipe:
         self._data = {"train": data, "val": val_data}
         self._values = with_backend(values)
         self._folder: Path | None = None
+        config = build(self.KIND, self._values)
         folder = self._values.get("trainer", {}).get("default_local_dir")
         self._given_folder = Path(folder).expanduser() if folder else None
-        config = build(self.KIND, self._values)
         check_model(model, tokenizer, config.trainer.nnodes)
         for name, rows in self._data.items():
             rows_in(rows, name)

@@ -59,7 +59,8 @@ class Row:
             if not isinstance(value, dict) or value.get(part) is None:
                 inside = f" in {'.'.join(parts[:depth])!r}" if depth else ""
                 found = f"keys {sorted(value)}" if isinstance(value, dict) else type(value).__name__
-                raise self.error(f"no {part!r}{inside}; found {found:.500}")
+                null = "value of " if isinstance(value, dict) and part in value else ""
+                raise self.error(f"no {null}{part!r}{inside}; found {found:.500}")
             value = value[part]
         return value
 

@@ -149,7 +149,8 @@ class Failure:
     detail: str
 
     def __str__(self) -> str:
-        return f"row {self.row} ({self.data_source}), {self.status.replace('_', ' ')}"
+        source = f" ({self.data_source})" if self.data_source else ""
+        return f"row {self.row}{source}, {self.status.replace('_', ' ')}"
 
 
 class RewardManager:
@@ -461,7 +462,7 @@ def _sample(ref: FunctionRef, text: str, read: Sequence[object]) -> Sample:
             own["prompts"] = own.get("prompt")
         chosen = form.columns(own)
         own = own if form.kind == "batch" else chosen
-    return Sample(ref, str(source), text, truth, info, own)
+    return Sample(ref, "" if source is None else str(source), text, truth, info, own)
 
 
 def reward_components(outcomes: Sequence[Outcome], names: Sequence[str]) -> torch.Tensor:
