@@ -77,17 +77,33 @@ async def over_http(model, row):
         create = client.chat.completions.create
         first = await create(model=model.name, messages=chat, logprobs=True, temperature=0.1)
         chat += [first.choices[0].message.model_dump(), USER | {"content": "second"}]
-        streamed, last, names = "", None, set()
-        async for part in await create(model=model.name, messages=chat, stream=True):
-            streamed += part.choices[0].delta.content or ""
-            last = part.choices[0].finish_reason or last
+        streamed, last, names, usages = "", None, set(), [first.usage]
+        more = {"stream": True, "stream_options": {"include_usage": True}}
+        async for part in await create(model=model.name, messages=chat, **more):
+            for choice in part.choices:
+                streamed += choice.delta.content or ""
+                last = choice.finish_reason or last
             names.add(part.id)
+            usages.append(part.usage)
+            assert (part.usage is None) == bool(part.choices)
         third = await client.completions.create(model=model.name, prompt="Once")
+        parts = [
+            part async for part in await client.completions.create(
+                model=model.name, prompt="Twice", stream=True
+            )
+        ]  # fmt: skip
         tokens = [(t.token, t.logprob) for t in first.choices[0].logprobs.content]
         models = [each.id async for each in client.models.list()]
         assert (streamed, last, tokens) == ("two", "length", [("one", -0.5)]), (streamed, tokens)
         assert len(names) == 1
         assert (third.choices[0].text, models) == ("three", [model.name])
+        [fourth] = parts
+        assert (fourth.choices[0].text, fourth.usage) == ("four", None)
+        counts = [
+            (one.prompt_tokens, one.completion_tokens, one.total_tokens)
+            for one in [*filter(None, usages), third.usage]
+        ]
+        assert counts == [(7, 1, 8), (9, 2, 11), (4, 0, 4)], counts
     return 1.0
 
 

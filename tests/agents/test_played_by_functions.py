@@ -132,10 +132,13 @@ def test_a_request_that_waits_when_the_episode_ends_is_refused(policy, tmp_path)
 def test_the_openai_client_asks_the_policy(policy):
     own = policy("over_http")
     assert seen(own.answer()) == (["first"], True)
-    assert seen(own.answer("one", tokens=[("one", -0.5)])) == (["second"], False)
-    begun = own.answer("two", finished=False)
+    first = own.answer("one", tokens=[("one", -0.5)], prompt_tokens=7)
+    assert seen(first) == (["second"], False)
+    tokens = [("t", -0.5), ("wo", -0.1)]
+    begun = own.answer("two", finished=False, tokens=tokens, prompt_tokens=9)
     assert (begun.text, begun.new_context) == ("Once", True)
-    assert own.answer("three").rewards == [1.0]
+    assert own.answer("three", prompt_tokens=4).text == "Twice"
+    assert own.answer("four").rewards == [1.0]
     own = policy("in_a_process")
     assert seen(own.answer()) == (["a"], True) and own.answer("7").rewards == [7.0]
 

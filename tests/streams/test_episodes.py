@@ -30,6 +30,7 @@ class Pool:
 
     def play(self, number, row, turns, prompt):
         self.played.append([action.text for action in turns])
+        self.prompt_tokens = [action.prompt_tokens for action in turns]
         self.waiting.append(Answer(number, "observed", [], [0.5] * len(turns)))
 
     def answers(self):
@@ -76,6 +77,21 @@ def test_a_full_row_of_a_checkpoint_has_the_rewards_of_its_earlier_turns():
     assert group.batch.batch[fields.TURN_REWARDS].tolist() == [[0, 0.5, 0, 0, 0, 0]]
     about = group.batch.non_tensor_batch[fields.EPISODE][0]
     assert (about["status"], about["turns"]) == ("length", 2)
+
+
+def test_a_turn_knows_how_many_tokens_of_its_context_stand_before_it():
+    group, pool = PromptGroup(0, prompts()), Pool()
+    results = DataProto.from_dict(
+        {
+            fields.RESPONSES: torch.tensor([[5, 6, 7, 8, 9, 4]]),
+            fields.RESPONSE_MASK: torch.tensor([[1, 0, 1, 0, 0, 1]]),
+            fields.TOKEN_VERSIONS: torch.tensor([[0, -2, 0, -3, -2, 0]]),  # -3: a context begins
+            fields.ROLLOUT_LOG_PROBS: torch.zeros(1, R),
+            fields.FINISHED: torch.tensor([1]),
+        }
+    )
+    episodes(pool).act(group, torch.tensor([0]).numpy(), results)
+    assert pool.prompt_tokens == [3, 5, 2]
 
 
 def test_an_error_leaves_no_episode_for_the_next_batch():

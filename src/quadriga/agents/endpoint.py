@@ -1,7 +1,7 @@
 """An OpenAI-compatible endpoint of the policy, for programs that play episodes.
 
-    POST /v1/chat/completions     messages, tools, stream, logprobs, max_tokens
-    POST /v1/completions          prompt, stream, logprobs, max_tokens
+    POST /v1/chat/completions     messages, tools, stream, stream_options, logprobs, max_tokens
+    POST /v1/completions          prompt, stream, stream_options, logprobs, max_tokens
     GET  /v1/models
 
 It is part of the process that hosts the episodes, on loopback. The token of a request says which
@@ -161,13 +161,13 @@ class Endpoint:
             tokens = [_token(text, number) for text, number in reply.action.tokens]
             choice["logprobs"] = {"content": tokens}
         if not body.get("stream"):
-            return _sent("chat.completion", [{**choice, "message": reply.message}])
+            return _sent("chat.completion", [{**choice, "message": reply.message}], reply)
         delta = dict(reply.message)
         if calls := delta.get("tool_calls"):
             delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         first = {**choice, "delta": delta, "finish_reason": None}
         last = {"index": 0, "delta": {}, "finish_reason": finish}
-        return _streamed("chat.completion.chunk", [first, last])
+        return _streamed("chat.completion.chunk", [first, last], reply, body)
 
     async def _complete(self, request: Request) -> Response:
         policy, body = self._policy_of(request), await _body(request)
@@ -183,8 +183,8 @@ class Endpoint:
             texts, numbers = zip(*reply.action.tokens, strict=True)
             choice["logprobs"] = {"tokens": list(texts), "token_logprobs": list(numbers)}
         if body.get("stream"):
-            return _streamed("text_completion", [choice])
-        return _sent("text_completion", [choice])
+            return _streamed("text_completion", [choice], reply, body)
+        return _sent("text_completion", [choice], reply)
 
     def _policy_of(self, request: Request) -> Policy:
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()
@@ -257,19 +257,27 @@ def _about(kind: str, choices: list[Json]) -> Json:
     return {**about, "created": int(time.time()), "choices": choices}
 
 
-def _sent(kind: str, choices: list[Json]) -> Response:
+def _usage(action: Action) -> Json:
+    prompt, own = action.prompt_tokens, len(action.tokens)
+    return {"prompt_tokens": prompt, "completion_tokens": own, "total_tokens": prompt + own}
+
+
+def _sent(kind: str, choices: list[Json], reply: Reply) -> Response:
     from starlette.responses import JSONResponse
 
-    return JSONResponse(_about(kind, choices))
+    return JSONResponse({**_about(kind, choices), "usage": _usage(reply.action)})
 
 
-def _streamed(kind: str, choices: list[Json]) -> Response:
+def _streamed(kind: str, choices: list[Json], reply: Reply, body: Json) -> Response:
     """Return server-sent events. A turn is whole when its first event is sent."""
     from starlette.responses import Response
 
-    about = _about(kind, [])
-    events = [json.dumps({**about, "choices": [choice]}) for choice in choices]
-    text = "".join(f"data: {event}\n\n" for event in [*events, "[DONE]"])
+    about, options = _about(kind, []), body.get("stream_options")
+    chunks = [{**about, "choices": [choice]} for choice in choices]
+    if isinstance(options, dict) and options.get("include_usage"):
+        chunks = [{**chunk, "usage": None} for chunk in chunks]
+        chunks.append({**about, "usage": _usage(reply.action)})
+    text = "".join(f"data: {event}\n\n" for event in [*map(json.dumps, chunks), "[DONE]"])
     return Response(text, media_type="text/event-stream")
 
 

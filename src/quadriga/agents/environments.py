@@ -50,12 +50,14 @@ class Action:
         turn: its number, from 1.
         finished: the policy has ended it; otherwise it was cut at a limit.
         tokens: (text, log-probability in nats) of each of its tokens.
+        prompt_tokens: how many tokens of its context stand before it.
     """
 
     text: str
     turn: int
     finished: bool = True
     tokens: Sequence[tuple[str, float]] = ()
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True)

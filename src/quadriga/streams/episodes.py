@@ -227,12 +227,15 @@ class Episodes:
         log_probs = results.batch[fields.ROLLOUT_LOG_PROBS][0].tolist()
         spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
         count, finished = len(spans) - self._is_full(results), int(results.batch[fields.FINISHED])
+        versions = results.batch[fields.TOKEN_VERSIONS][0].tolist()
+        prompt = int(episode.group.prompts.batch[fields.ATTENTION_MASK][episode.row].sum())
         for turn, (first, last) in list(enumerate(spans[:count], 1))[len(episode.turns) :]:
             own, tokens = ids[first:last], list[tuple[str, float]]()
             if self.tells_tokens:
                 tokens = list(zip(self.turns.pieces(own), log_probs[first:last], strict=True))
             text, ended = self.turns.text(own), turn < len(spans) or bool(finished)
-            episode.turns.append(Action(text, turn, ended, tokens))
+            begins = max((i for i in range(first) if versions[i] <= CONTEXT), default=-prompt)
+            episode.turns.append(Action(text, turn, ended, tokens, first - begins))
 
     def _open(self, group: PromptGroup, row: int) -> tuple[int, _Episode]:
         """Return an episode, a new one for a row that a checkpoint had begun."""
