@@ -17,17 +17,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from quadriga.agents import sandbox
+from quadriga.agents import sandbox, tool_calls
 from quadriga.agents.environments import Action, Done, EnvironmentRef, Message, Observation
-from quadriga.agents.tool_calls import (
-    FORMATS,
-    Schema,
-    Tool,
-    ToolCall,
-    ToolFormat,
-    parse_calls,
-    tools_by_name,
-)
 from quadriga.containment import code_runs, cut, describe
 from quadriga.data.chat import raise_in
 from quadriga.errors import ConfigError, nearest_name, unknown_name
@@ -52,15 +43,15 @@ class ToolEnvironment(ABC):
         row: the columns of the data row.
     """
 
-    tools: ClassVar[Sequence[Tool | Callable[..., Any]]] = ()
+    tools: ClassVar[Sequence[tool_calls.Tool | Callable[..., Any]]] = ()
     call_timeout_s: ClassVar[float] = 30.0
     max_output_chars: ClassVar[int] = 8000
 
     row: Mapping[str, Any]
 
-    def __init__(self, tool_format: ToolFormat = "hermes") -> None:
+    def __init__(self, tool_format: tool_calls.ToolFormat = "hermes") -> None:
         self._format = tool_format
-        self._tools = tools_by_name(self.tools)
+        self._tools = tool_calls.tools_by_name(self.tools)
 
     @abstractmethod
     def reward(self, answer: str) -> float:
@@ -73,7 +64,7 @@ class ToolEnvironment(ABC):
 
     async def step(self, action: Action) -> Observation | Done:
         """Run the calls of a turn, or end the episode if it has none."""
-        calls, problem = parse_calls(action.text, self._format)
+        calls, problem = tool_calls.parse_calls(action.text, self._format)
         if not calls and problem is None:
             found = self.reward(action.text)
             reward = await found if inspect.isawaitable(found) else found
@@ -90,12 +81,12 @@ class ToolEnvironment(ABC):
         metrics = {"tool_calls": float(len(results)), "tool_errors": float(errors)}
         return Observation(messages, metrics=metrics)
 
-    async def _result(self, call: ToolCall) -> tuple[Message, bool]:
+    async def _result(self, call: tool_calls.ToolCall) -> tuple[Message, bool]:
         """Run a call. Return the message of its result, and whether it failed."""
         text, failed = await self._run(call)
         return _message(call.name, cut(text, self.max_output_chars)), failed
 
-    async def _run(self, call: ToolCall) -> tuple[str, bool]:
+    async def _run(self, call: tool_calls.ToolCall) -> tuple[str, bool]:
         tool = self._tools.get(call.name)
         if tool is None:
             near = nearest_name(call.name, self._tools)
@@ -162,8 +153,8 @@ async def _in_thread(call: Callable[[], str]) -> tuple[str, bool]:
 
 
 def with_tools(
-    ref: EnvironmentRef, find_format: Callable[[], ToolFormat]
-) -> tuple[EnvironmentRef, list[Schema]]:
+    ref: EnvironmentRef, find_format: Callable[[], tool_calls.ToolFormat]
+) -> tuple[EnvironmentRef, list[tool_calls.Schema]]:
     """Return an environment that knows the format of calls, and the schemas of its tools.
 
     Args:
@@ -187,9 +178,9 @@ def with_tools(
     if not issubclass(found, ToolEnvironment):
         return ref, []
     given = ref.options.get("tool_format") or find_format()
-    if given not in FORMATS:
-        raise unknown_name("format of agent.options.tool_format", given, FORMATS)
-    tools = tools_by_name(found.tools).values()
+    if given not in tool_calls.FORMATS:
+        raise unknown_name("format of agent.options.tool_format", given, tool_calls.FORMATS)
+    tools = tool_calls.tools_by_name(found.tools).values()
     if any(tool.function is sandbox.python for tool in tools):
         sandbox.check_isolation()
     return replace(ref, options={**ref.options, "tool_format": given}), [t.schema for t in tools]

@@ -8,17 +8,7 @@ tensors and do not change their inputs.
 import torch
 from torch import Tensor
 
-from quadriga.algorithms.tensors import (
-    GroupIds,
-    Groups,
-    as_float,
-    checked_mask,
-    make_groups,
-    masked_whiten,
-    require_finite,
-    require_same_shape,
-    to_bool_mask,
-)
+from quadriga.algorithms import tensors
 from quadriga.errors import AlgorithmError, GroupError
 
 
@@ -61,17 +51,17 @@ def add_to_last_token(rewards_BT: Tensor, response_mask_BT: Tensor, amounts_B: T
         ShapeError, MaskError.
         NonFiniteError: an amount is NaN or infinite.
     """
-    mask = checked_mask(response_mask_BT, False, rewards=rewards_BT)
-    require_same_shape("samples", mask.new_empty(len(mask)), amounts=amounts_B)
-    require_finite(amounts=amounts_B)
+    mask = tensors.checked_mask(response_mask_BT, False, rewards=rewards_BT)
+    tensors.require_same_shape("samples", mask.new_empty(len(mask)), amounts=amounts_B)
+    tensors.require_finite(amounts=amounts_B)
     steps = torch.arange(mask.shape[1], device=mask.device)
     if mask.shape[1] == 0:
-        return as_float(rewards_BT).clone()
+        return tensors.as_float(rewards_BT).clone()
     # mask 1 0 1 0: steps · mask = 0 0 2 0, so the last generated token is at position 2. An empty
     # row also gives position 0, where its amount is set to 0.
     last = (steps * mask).amax(-1, keepdim=True)
-    amounts = (amounts_B * mask.any(-1)).to(as_float(rewards_BT).dtype)[:, None]
-    return as_float(rewards_BT).scatter_add(1, last, amounts)
+    amounts = (amounts_B * mask.any(-1)).to(tensors.as_float(rewards_BT).dtype)[:, None]
+    return tensors.as_float(rewards_BT).scatter_add(1, last, amounts)
 
 
 def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
@@ -90,9 +80,9 @@ def drop_truncated(response_mask_BT: Tensor, truncated_B: Tensor) -> Tensor:
     Raises:
         ShapeError, MaskError.
     """
-    mask = checked_mask(response_mask_BT)
-    require_same_shape("samples", mask.new_empty(len(mask)), truncated=truncated_B)
-    return mask & ~to_bool_mask(truncated_B, "truncated")[:, None]
+    mask = tensors.checked_mask(response_mask_BT)
+    tensors.require_same_shape("samples", mask.new_empty(len(mask)), truncated=truncated_B)
+    return mask & ~tensors.to_bool_mask(truncated_B, "truncated")[:, None]
 
 
 def shape_rewards(
@@ -111,16 +101,16 @@ def shape_rewards(
         ShapeError, MaskError, NonFiniteError.
         AlgorithmError: `clip` is not above 0.
     """
-    mask = checked_mask(response_mask_BT, token_level_rewards=rewards_BT)
-    rewards = as_float(rewards_BT).masked_fill(~mask, 0)
+    mask = tensors.checked_mask(response_mask_BT, token_level_rewards=rewards_BT)
+    rewards = tensors.as_float(rewards_BT).masked_fill(~mask, 0)
     if clip is not None:
         if not clip > 0:
             raise AlgorithmError(f"`reward_clip` must be above 0, but received {clip}.")
         rewards = rewards.clamp(-clip, clip)
-    return masked_whiten(rewards, mask, shift_mean=False) if whiten else rewards
+    return tensors.masked_whiten(rewards, mask, shift_mean=False) if whiten else rewards
 
 
-def groups_of_scores(scores_B: Tensor, group_ids: GroupIds) -> Groups:
+def groups_of_scores(scores_B: Tensor, group_ids: tensors.GroupIds) -> tensors.Groups:
     """Return the prompt groups, with every sample as a member.
 
     Raises:
@@ -133,11 +123,11 @@ def groups_of_scores(scores_B: Tensor, group_ids: GroupIds) -> Groups:
             f"{list(scores_B.shape)}.",
             tensor="scores",
         )
-    require_finite(scores=scores_B)
-    return make_groups(group_ids, torch.ones_like(scores_B, dtype=torch.bool))
+    tensors.require_finite(scores=scores_B)
+    return tensors.make_groups(group_ids, torch.ones_like(scores_B, dtype=torch.bool))
 
 
-def nonzero_variance_rows(scores_B: Tensor, group_ids: GroupIds) -> Tensor:
+def nonzero_variance_rows(scores_B: Tensor, group_ids: tensors.GroupIds) -> Tensor:
     """Return bool [B], False for samples of zero-variance prompt groups.
 
     Raises:
@@ -147,7 +137,7 @@ def nonzero_variance_rows(scores_B: Tensor, group_ids: GroupIds) -> Tensor:
     return groups.nonzero_variance_G(scores_B)[groups.index_B]
 
 
-def zero_variance_metrics(scores_B: Tensor, group_ids: GroupIds) -> dict[str, float]:
+def zero_variance_metrics(scores_B: Tensor, group_ids: tensors.GroupIds) -> dict[str, float]:
     """Count the zero-variance prompt groups.
 
     Returns:

@@ -32,13 +32,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from quadriga.checkpoint.folders import (
-    begin_checkpoint,
-    files_of,
-    newest_undamaged_checkpoint,
-    replace_folder,
-    step_folder,
-)
+from quadriga.checkpoint import folders
 from quadriga.config.hub import HUB_PREFIX
 from quadriga.config.paths import is_remote
 from quadriga.config.schema import RunConfig
@@ -74,7 +68,7 @@ class RemoteRun:
     def send_checkpoint(self, folder: Path, before_marker: Callable[[], None], sent: Sent) -> None:
         """Write a complete checkpoint, its marker last, after `before_marker`."""
         name, step = f"{_CHECKPOINTS}/{folder.name}", int(folder.name.split("_")[2])
-        files = {file.name: file.digest for file in files_of(folder)}
+        files = {file.name: file.digest for file in folders.files_of(folder)}
         others = [f"{name}/{file}" for file in self.store.files(name) if file not in files]
         self.store.remove([f"{name}/{MARKER}", *others])  # of an earlier attempt at this step
         self._send(folder, name, files, sent)
@@ -105,18 +99,18 @@ class RemoteRun:
         Raises:
             CheckpointError: it is damaged.
         """
-        final = step_folder(root, step)
+        final = folders.step_folder(root, step)
         name = f"{_CHECKPOINTS}/{final.name}"
         marker = self.store.read(f"{name}/{MARKER}")
         if marker is None:
             return False
-        partial, where = begin_checkpoint(root, step), f"{self.store.url}/{name}"
+        partial, where = folders.begin_checkpoint(root, step), f"{self.store.url}/{name}"
         try:
             (partial / MARKER).write_bytes(marker)
             files = listed(marker, where)
-            files_of(partial)  # checks the marker
+            folders.files_of(partial)  # checks the marker
             each(lambda f: self.store.get(f"{name}/{f}", partial / f, *files[f]), files)
-            replace_folder(partial, final)
+            folders.replace_folder(partial, final)
         except (CheckpointError, StoreError) as error:
             remove(partial)
             if isinstance(error, StoreError) and not error.damaged:
@@ -364,7 +358,7 @@ def fetch_newest(trainer: RunConfig) -> list[CheckpointError]:
         return []
     folder = RunFolder(Path(trainer.default_local_dir).absolute())
     remote, errors = RemoteRun(trainer.remote_dir), list[CheckpointError]()
-    local, _ = newest_undamaged_checkpoint(folder.checkpoints)
+    local, _ = folders.newest_undamaged_checkpoint(folder.checkpoints)
     newest = -1 if local is None else int(local.stem.split("_")[2])
     steps = [step for step in reversed(remote.steps()) if step > newest]
     if not steps:

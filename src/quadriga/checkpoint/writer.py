@@ -20,14 +20,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quadriga.checkpoint import folders
 from quadriga.checkpoint.files import SavedFile, read_json, write_json
-from quadriga.checkpoint.folders import (
-    ControllerState,
-    SavedGroups,
-    begin_checkpoint,
-    commit_checkpoint,
-    prune_checkpoints,
-)
 from quadriga.checkpoint.remote import Uploads
 from quadriga.checkpoint.shards import RankState
 from quadriga.config.schema import RunConfig
@@ -65,9 +59,9 @@ class CheckpointWriter:
     def save(
         self,
         folder: Path,
-        state: ControllerState,
+        state: folders.ControllerState,
         ends: bool,
-        groups: SavedGroups,
+        groups: folders.SavedGroups,
         save_more: Callable[[Path], list[SavedFile]] | None = None,
     ) -> None:
         """Save groups, by the names of their roles, and the controller's state as one checkpoint.
@@ -84,7 +78,7 @@ class CheckpointWriter:
         self.wait()
         self.uploads.wait()
         began = time.monotonic()
-        partial = begin_checkpoint(folder, state.step)
+        partial = folders.begin_checkpoint(folder, state.step)
         files: list[SavedFile] = []
         started: dict[str, Any] = {}
         try:
@@ -172,7 +166,7 @@ class _Commit(threading.Thread):
         self,
         writer: CheckpointWriter,
         partial: Path,
-        groups: SavedGroups,
+        groups: folders.SavedGroups,
         files: list[SavedFile],
         info: Mapping[str, object],
         began: float,
@@ -194,9 +188,9 @@ class _Commit(threading.Thread):
             for role, group in self.groups.items():
                 found = take_reports(self._partial / role, group.world_size)
                 self._files += [file.under(role) for file in found]
-            folder = commit_checkpoint(self._partial, self._files, self._info)
+            folder = folders.commit_checkpoint(self._partial, self._files, self._info)
             self._writer.uploads.add(folder)
-            prune_checkpoints(folder.parent, self._writer.trainer.max_ckpt_to_keep)
+            folders.prune_checkpoints(folder.parent, self._writer.trainer.max_ckpt_to_keep)
             self.seconds = time.monotonic() - self._began
         except Exception as error:  # raised by `CheckpointWriter`, in the thread of the steps
             self.error = error

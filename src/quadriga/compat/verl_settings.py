@@ -25,24 +25,9 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quadriga.compat.verl_rules import (
-    REFUSED,
-    check_refused,
-    check_together,
-    converted,
-    implied,
-    is_of_verl,
-    without_effect,
-)
+from quadriga.compat import verl_rules
+from quadriga.config import loading
 from quadriga.config.convert import build, is_settings, type_of_key
-from quadriga.config.loading import (
-    Plain,
-    check_interpolations,
-    check_override,
-    plain_dict,
-    read_settings_file,
-    remember_given,
-)
 from quadriga.config.paths import Dataclass, local_path
 from quadriga.config.schema import TrainConfig
 from quadriga.config.secrets import mask_secrets, shown
@@ -117,7 +102,7 @@ def read_verl(
     setting that must be off.
     """
     path = Path(local_path(file, "--verl")).resolve()
-    read_settings_file(path)  # checks its size and its structure
+    loading.read_settings_file(path)  # checks its size and its structure
     texts = list(overrides)
     chosen = frozenset(text.partition("=")[0].lstrip("+~") for text in texts)
     return translate(cls, table, _composed(path, texts, cls, table), chosen)
@@ -135,18 +120,18 @@ def translate(
     _check_sections(given, table)
     of_roles = {key for key, row in table.items() if row.of_role}
     of_verl = {key: value for key, value in given.items() if key not in of_roles}
-    checked = check_refused(of_verl) | check_together(of_verl)
+    checked = verl_rules.check_refused(of_verl) | verl_rules.check_together(of_verl)
     unread = {
         key: reason
         for key in given.keys() & table.keys() - of_roles
-        if (reason := without_effect(key, given)) is not None
+        if (reason := verl_rules.without_effect(key, given)) is not None
     }
     read = {key: row for key, row in table.items() if key in given and key not in unread}
     own = [key for key in given if key not in table and _is_ours(cls, key)]
     becomes, left_out = _chosen_values(_candidates(read, own, given, chosen), chosen)
     left_out += [f"{key}={part}" for key, row in read.items() for part in row.left_out(given[key])]
     left_out += [f"{key}={given[key]} ({unread[key]})" for key in sorted(unread.keys() & chosen)]
-    ours: dict[str, Plain] = {}
+    ours: dict[str, loading.Plain] = {}
     for found in becomes:
         _set(ours, found.key, found.value)
     known = {*table, *checked, *(found.verl_key for found in becomes)}
@@ -157,7 +142,7 @@ def translate(
             rollout_of(config.actor_rollout_ref.rollout)  # checks its options
     except ConfigError as error:
         raise _with_verl_key(error, becomes) from None
-    remember_given(config, ours)
+    loading.remember_given(config, ours)
     return Translation(config, tuple(becomes), (*ignored, *left_out), chosen)
 
 
@@ -169,9 +154,9 @@ def _candidates(
 ) -> Iterator[tuple[int, Becomes]]:
     """Yield each value of each of our settings with its precedence: a row with one key of ours
     precedes one with several (`clip_ratio_high`, `clip_ratio`), the command line the file."""
-    for verl_key, key, value in implied(given):
+    for verl_key, key, value in verl_rules.implied(given):
         yield 5 * key.startswith("trainer."), Becomes(verl_key, given[verl_key], key, value)
-    units = converted(given)
+    units = verl_rules.converted(given)
     for verl_key, row in read.items():
         try:
             value = row.convert(units.get(verl_key, given[verl_key]))
@@ -226,7 +211,7 @@ def plain_values(config: object) -> dict[str, object]:
     with attributes. Raises `ConfigError` for anything else, and if a value cannot be resolved."""
     if OmegaConf.is_dict(config):
         try:
-            return {**plain_dict(config, resolve=True)}
+            return {**loading.plain_dict(config, resolve=True)}
         except OmegaConfBaseException as error:
             text = f"cannot resolve settings of verl: {str(error).splitlines()[0]}"
             raise ConfigError(f"{text}; give a section of the whole configuration") from None
@@ -252,7 +237,7 @@ def _composed(
         key, sign, _ = text.partition("=")
         if not sign or not key:
             raise ConfigError(f"expected key=value, got {text!r}", key=key)
-        check_override(text, key)
+        loading.check_override(text, key)
         is_group = "@" in key or (path.parent / key.lstrip("+")).is_dir()
         if not (is_group or key[0] in "+~" or _is_known(cls, table, key)):
             strange.append(key)
@@ -264,8 +249,8 @@ def _composed(
             if strange:
                 _refuse_strange(compose(config_name=path.stem), strange, table, path)
             tree = compose(config_name=path.stem, overrides=texts)
-        check_interpolations(plain_dict(tree, resolve=False))
-        return plain_dict(tree, resolve=True)
+        loading.check_interpolations(loading.plain_dict(tree, resolve=False))
+        return loading.plain_dict(tree, resolve=True)
     except (HydraException, OmegaConfBaseException, RecursionError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigError(
@@ -290,8 +275,8 @@ def _grammatical(text: str) -> str:
 def _is_known(cls: type, table: Mapping[str, Row], key: str) -> bool:
     return (
         any(f"{name}.".startswith(f"{key}.") for name in table)
-        or any(fnmatchcase(key, pattern) for pattern in REFUSED)
-        or is_of_verl(key)
+        or any(fnmatchcase(key, pattern) for pattern in verl_rules.REFUSED)
+        or verl_rules.is_of_verl(key)
         or _is_ours(cls, key)
     )
 
@@ -300,7 +285,7 @@ def _refuse_strange(
     tree: DictConfig, keys: Iterable[str], known: Collection[str], path: Path
 ) -> None:
     """Raise `ConfigError` for the first key that the settings of the file do not have either."""
-    values = plain_dict(tree, resolve=False)
+    values = loading.plain_dict(tree, resolve=False)
     for key in keys:
         found: object = values
         for name in key.split("."):
@@ -334,7 +319,7 @@ def _is_unused(key: str, value: object) -> bool:
 
 def _check_sections(given: Mapping[str, object], table: Mapping[str, Row]) -> None:
     """Check that no value stands where the table has a section, whose settings it would replace."""
-    known = [*table, *REFUSED]
+    known = [*table, *verl_rules.REFUSED]
     for key, value in given.items():
         inner = next((name for name in known if name.startswith(f"{key}.")), None)
         if inner is not None and key not in table and value != {}:
@@ -355,7 +340,7 @@ def _with_verl_key(error: ConfigError, becomes: Iterable[Becomes]) -> ConfigErro
     return type(error)(f"{error}; the key of verl is {names[-1]}", **details)
 
 
-def _set(tree: dict[str, Plain], key: str, value: object) -> None:
+def _set(tree: dict[str, loading.Plain], key: str, value: object) -> None:
     *sections, last = key.split(".")
     for section in sections:
         inner = tree.setdefault(section, {})

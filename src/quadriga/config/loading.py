@@ -29,16 +29,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from quadriga.config.convert import (
-    build,
-    cut,
-    holds_text,
-    is_free_form,
-    is_settings,
-    type_of_key,
-    unknown_setting,
-    with_texts,
-)
+from quadriga.config import convert
 from quadriga.config.paths import Dataclass, local_path
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.config.secrets import is_secret_name, mask_secrets, mask_values, remember_secret
@@ -74,7 +65,7 @@ def load_config(cls: type[T], overrides: Iterable[str] = (), file: str | Path | 
     """
     tree = _given(cls, overrides, file)
     given = plain_dict(tree)
-    config = build(cls, _resolve(cls, tree, given))
+    config = convert.build(cls, _resolve(cls, tree, given))
     remember_given(config, given)
     return config
 
@@ -95,7 +86,7 @@ def given_user_files(overrides: Iterable[str], file: str | Path | None = None) -
     files = section["user_files"]
     if "${" in str(files):
         files = _resolved_at(TrainConfig, tree, "algorithm.user_files")
-    return build(TrainConfig, {"algorithm": {"user_files": files}}).algorithm.user_files
+    return convert.build(TrainConfig, {"algorithm": {"user_files": files}}).algorithm.user_files
 
 
 def given_trainer(
@@ -105,7 +96,7 @@ def given_trainer(
     may add. Raises `ConfigError` as `load_config` does."""
     tree = _given(cls, overrides, file, all_known=False)
     values = _resolved_at(cls, tree, "trainer")
-    trainer: RunConfig = vars(build(cls, {"trainer": values}))["trainer"]
+    trainer: RunConfig = vars(convert.build(cls, {"trainer": values}))["trainer"]
     return trainer
 
 
@@ -136,7 +127,7 @@ def _given(
     if all_known and "${" not in str(values):
         # The file is built by itself first, so that the message of an error in it begins with its
         # name. A `${…}` in it may refer to an override, so it is checked only at the end.
-        build(cls, values, f"{file}: ")
+        convert.build(cls, values, f"{file}: ")
     tree = OmegaConf.create(values)
     parser = OverridesParser.create()
     for text in overrides:
@@ -174,9 +165,9 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> tuple[str, object]:
     key, sign, raw = text.partition("=")
     key = key.lstrip("+").strip()
     if not sign or not key or text.startswith("~"):
-        raise ConfigError(f"expected key=value, got {cut(repr(text))}", key=key)
-    check_override(text, cut(key))
-    is_text = holds_text(type_of_key(cls, key))
+        raise ConfigError(f"expected key=value, got {convert.cut(repr(text))}", key=key)
+    check_override(text, convert.cut(key))
+    is_text = convert.holds_text(convert.type_of_key(cls, key))
     try:
         parsed = parser.parse_override(text)
         if parsed.is_sweep_override():
@@ -190,7 +181,8 @@ def _parse(parser: OverridesParser, cls: type, text: str) -> tuple[str, object]:
         reason = mask_secrets(str(error).splitlines()[0])
         hint = "; quote a path with ~ in a list: ['~/a.parquet']" if "~" in raw else ""
         raise ConfigError(
-            f"cannot read the value of {cut(repr(text))}: {cut(reason)}{hint}", key=key
+            f"cannot read the value of {convert.cut(repr(text))}: {convert.cut(reason)}{hint}",
+            key=key,
         ) from None
     if is_text and not isinstance(value, str | None | list):
         return key, raw
@@ -203,10 +195,10 @@ def _apply(tree: DictConfig, cls: type, key: str, value: object) -> None:
     A mapping is merged into a section (`sampling={top_p: 0.9}` leaves `sampling.temperature`), but
     it replaces a setting that holds free-form options.
     """
-    kind = type_of_key(cls, key)
-    if value is None and is_settings(kind):
+    kind = convert.type_of_key(cls, key)
+    if value is None and convert.is_settings(kind):
         raise ConfigError(f"{key} is a section of settings and cannot be null", key=key)
-    merge = isinstance(value, dict) and not is_free_form(kind)
+    merge = isinstance(value, dict) and not convert.is_free_form(kind)
     try:
         OmegaConf.update(tree, key, value, merge=merge, force_add=True)
     except OmegaConfBaseException as error:
@@ -242,7 +234,7 @@ def _resolving(cls: type) -> Iterator[None]:
         missing = re.search(r"Interpolation key '([^']+)'", reason)
         if missing:
             where = f"cannot resolve ${{{missing[1]}}}: "
-            raise unknown_setting(cls, missing[1], where) from None
+            raise convert.unknown_setting(cls, missing[1], where) from None
         key = str(error.full_key or "")
         raise ConfigError(f"cannot resolve a setting: {reason}", key=key) from None
     except RecursionError:
@@ -454,7 +446,7 @@ def written_settings(config: Dataclass) -> dict[str, Plain]:
     """Return all settings, with secrets masked and interpolations unresolved."""
     values = _values_of(config)
     # A `${` of a text is no interpolation.
-    plain = with_texts(mask_values(values), lambda text: text.replace("${", "\\${"))
+    plain = convert.with_texts(mask_values(values), lambda text: text.replace("${", "\\${"))
     written: dict[str, Plain] = copy.deepcopy(plain)
     for key, pairs in _interpolated.items():
         for value, text in pairs:

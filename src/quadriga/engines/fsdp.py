@@ -40,16 +40,7 @@ from quadriga.engines.sharding import (
 from quadriga.engines.tensor_parallel import check_model_parallel, divide_layers
 from quadriga.engines.token_model import TokenModel
 from quadriga.errors import CheckpointError, ConfigError
-from quadriga.models.adapters import (
-    BASE,
-    Adapter,
-    base_name,
-    export_adapter,
-    is_adapter,
-    merged,
-    parts_of,
-    scaled_part,
-)
+from quadriga.models import adapters
 from quadriga.models.images import MultiModalRows, check_images, copy_processor, image_tokens_of
 from quadriga.models.loading import check_reward_model, model_errors, report_attention
 from quadriga.parallel.device import compute_dtype
@@ -250,8 +241,8 @@ class FSDPEngine(TrainEngine):
                 base = merged_weights(self._shards(), adapter, self._moved, adapted=False)
                 yield from self._with_tied(base)
             for name, shard in self._shards():
-                if is_adapter(name):
-                    yield scaled_part(name, self._whole(shard), adapter)
+                if adapters.is_adapter(name):
+                    yield adapters.scaled_part(name, self._whole(shard), adapter)
 
     def save_hf(self, folder: str | Path) -> None:
         adapter, base = self._part.adapter, self.model_config.path
@@ -261,10 +252,12 @@ class FSDPEngine(TrainEngine):
         def write_more(folder: Path) -> None:
             copy_processor(base, folder)
             if alone is not None:
-                export_adapter(folder / ADAPTER_FOLDER, parts, alone, base)
+                adapters.export_adapter(folder / ADAPTER_FOLDER, parts, alone, base)
 
         with self._on_device("parameters"):
-            parts = {n: self._whole(p) for n, p in self._shards() if alone and is_adapter(n)}
+            parts = {
+                n: self._whole(p) for n, p in self._shards() if alone and adapters.is_adapter(n)
+            }
             weights = self._merged(self._whole)
             export_model(folder, weights, self.module, self.model_config, self.head, write_more)
 
@@ -391,7 +384,7 @@ def _reference_model(reference: TrainEngine | None) -> Iterator[TokenModel | Non
 
 def merged_weights(
     named: Iterable[tuple[str, Tensor]],
-    adapter: Adapter | None,
+    adapter: adapters.Adapter | None,
     whole: Callable[[Tensor], Tensor],
     *,
     adapted: bool = True,
@@ -405,30 +398,30 @@ def merged_weights(
     """
     shards = dict(named)
     for name, shard in shards.items():
-        if adapter is None or not (is_adapter(name) or BASE in name):
+        if adapter is None or not (adapters.is_adapter(name) or adapters.BASE in name):
             yield name, whole(shard)
-        elif not is_adapter(name):
+        elif not adapters.is_adapter(name):
             weight = whole(shard)
-            if adapted and name.endswith(f"{BASE}.weight"):
-                a, b = (whole(shards[part]) for part in parts_of(name))
+            if adapted and name.endswith(f"{adapters.BASE}.weight"):
+                a, b = (whole(shards[part]) for part in adapters.parts_of(name))
                 weight = _merged_shard(weight, a, b, adapter.scaling)
-            yield base_name(name), weight
+            yield adapters.base_name(name), weight
 
 
 def _merged_shard(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return `merged`, of DTensors with the shard of W; all ranks of a mesh call it together."""
     if not (isinstance(weight, DTensor) and isinstance(a, DTensor) and isinstance(b, DTensor)):
-        return merged(weight, a, b, scaling)
+        return adapters.merged(weight, a, b, scaling)
     block = block_of(weight, 0)
     spans = zip(block.offset, block.data.shape, strict=True)
     rows, columns = (slice(first, first + size) for first, size in spans)
     whole_a, whole_b = a.full_tensor(), b.full_tensor()
-    shard = merged(block.data, whole_a[:, columns], whole_b[rows], scaling)
+    shard = adapters.merged(block.data, whole_a[:, columns], whole_b[rows], scaling)
     return sharded_like(shard, weight)
 
 
 @contextmanager
-def dropout_on(model: nn.Module, adapter: Adapter | None) -> Iterator[None]:
+def dropout_on(model: nn.Module, adapter: adapters.Adapter | None) -> Iterator[None]:
     """Within the block, adapters drop inputs with the probability of the settings.
 
     The rest of the model stays in evaluation mode. Outside of an update nothing is dropped, so that

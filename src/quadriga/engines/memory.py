@@ -35,17 +35,8 @@ from quadriga.engines.micro_batches import plan_micro_batches, select_rows
 from quadriga.engines.optimizers import newton_schulz, rule_of_each, state_bytes
 from quadriga.engines.tensor_parallel import divide_layers
 from quadriga.engines.token_model import TokenModel
+from quadriga.models import memory
 from quadriga.models.adapters import BASE, is_adapter
-from quadriga.models.memory import (
-    META,
-    AllocationCounter,
-    Bytes,
-    EngineMemory,
-    counted,
-    kernels_of,
-    largest,
-    run_backward,
-)
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.protocol import fields
@@ -120,7 +111,7 @@ class TrainingUse:
     @property
     def device(self) -> torch.device:
         """A device on which `compute_dtype` chooses the same dtypes."""
-        return torch.device("cpu") if self.device_type == "cpu" else META
+        return torch.device("cpu") if self.device_type == "cpu" else memory.META
 
 
 @dataclass(frozen=True)
@@ -168,8 +159,8 @@ def count_pass(
         for parameter in _trained(module.parameters()):
             parameter.grad = torch.empty_like(parameter)
     entropies = rows.entropy == "gradient"
-    with kernels_of(use.device_type, entropies_have_gradients=entropies):
-        found = counted(lambda: pass_memory(module, engine, use, rows, backward, stages))
+    with memory.kernels_of(use.device_type, entropies_have_gradients=entropies):
+        found = memory.counted(lambda: pass_memory(module, engine, use, rows, backward, stages))
     return PassMemory(rows.count, problem=found) if isinstance(found, str) else found
 
 
@@ -183,7 +174,7 @@ def pass_memory(
 ) -> PassMemory:
     """Compute the largest micro-batch of `rows` with a model on the meta device."""
     model = TokenModel(
-        module, use.head, META, fused=engine.fused_head,
+        module, use.head, memory.META, fused=engine.fused_head,
         micro_batch_tokens=engine.max_tokens_per_micro_batch, attention=engine.attention,
         dtype=next(module.parameters()).dtype, device_type=use.device_type,
         ranks=ModelRanks.simulated(engine),
@@ -194,13 +185,13 @@ def pass_memory(
         batch, size=rows.micro_batch, max_tokens=tokens, share_prompts=model.packed, stages=stages
     )
     micro = select_rows(batch, micro_batches[0], torch.device("cpu"))  # the largest one
-    counter, inside = AllocationCounter(), []
+    counter, inside = memory.AllocationCounter(), []
     hook = module.register_forward_hook(lambda *_: inside.append(counter.peak))
     with counter, torch.set_grad_enabled(backward):
         outputs = model(micro, temperature=1.0, entropy=rows.entropy != "unused")
         forward, saved = counter.peak, counter.live
         if backward:
-            run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
+            memory.run_backward(torch.stack([v.sum() for v in outputs.values()]).sum())
         del outputs
     hook.remove()
     count = len(micro[fields.INPUT_IDS])
@@ -213,7 +204,7 @@ def pass_memory(
 # FSDP.
 
 
-def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> EngineMemory:
+def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> memory.EngineMemory:
     """Return the memory of `FSDPEngine` with these settings.
 
     Raises:
@@ -231,7 +222,7 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> E
         divide_layers(module, ModelRanks.simulated(engine), None)
     units = _Units(module, engine, use)
     held, host, missing = units.held(), 0, ""
-    adds: dict[str, Bytes] = {}
+    adds: dict[str, memory.Bytes] = {}
     rows: dict[str, int] = {}
     if use.update is not None:
         found = count_pass(
@@ -248,7 +239,7 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> E
     if units.hosted:
         host, held = sum(held.values()) + units.shard_bytes(_trained(units.all)), {}
     whole = whole_load_reason(model, use.head, use.update is not None)
-    return EngineMemory(
+    return memory.EngineMemory(
         held=held | {"buffers of the model": sum(b.nbytes for b in module.buffers())},
         adds=adds,
         host=host,
@@ -326,7 +317,7 @@ class _Units:
             )
         return found
 
-    def step(self) -> Bytes:
+    def step(self) -> memory.Bytes:
         """Return what the update of the parameters needs: gradient shards and its buffers."""
         # AdamW is fused: it allocates nothing.
         found = [0]
@@ -342,7 +333,8 @@ class _Units:
         dtype = self.kept_dtype if self.on_cpu else torch.bfloat16
         experts = p.dim() == 3
         shape = self._shard(p) if experts else self._rows(p, 1)
-        matrix, counter = torch.empty(shape, dtype=dtype, device=META), AllocationCounter()
+        matrix = torch.empty(shape, dtype=dtype, device=memory.META)
+        counter = memory.AllocationCounter()
         with counter:
             newton_schulz(matrix)
         # Each rank of a round has a whole matrix: the shards of all of its matrices are as large as
@@ -384,7 +376,7 @@ class _Units:
             return 3 * flat  # the input, the input divided by a factor, the output
         return flat + flat // self.shards + (flat if self.on_cpu else 0)  # gloo copies its input
 
-    def backward(self, found: PassMemory) -> Bytes:
+    def backward(self, found: PassMemory) -> memory.Bytes:
         """Return the largest moment of the forward and the backward pass."""
         whole = _elements(_trained(self.all)) * self.reduce_dtype.itemsize
         # The last micro-batch always reduces, so a single one does.
@@ -408,4 +400,4 @@ class _Units:
             (gathered if self.layers else 0, complete + new, 0, reduction),
         ]
         names = ("gathered parameters", "gradients", "activations", "buffers")
-        return largest(*(dict(zip(names, moment, strict=True)) for moment in moments))
+        return memory.largest(*(dict(zip(names, moment, strict=True)) for moment in moments))

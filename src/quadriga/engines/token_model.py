@@ -26,16 +26,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.config.schema import AttentionName
+from quadriga.engines.attention import kernels
 from quadriga.engines.attention.choice import kernels_of
-from quadriga.engines.attention.kernels import (
-    AttentionCall,
-    AttentionRows,
-    Kernel,
-    KernelOf,
-    sdpa_only,
-    supports_packing,
-    use_packed_attention,
-)
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
 from quadriga.engines.micro_batches import dummy_batch, sliced_rows
 from quadriga.engines.sequence_cost import sequence_cost
@@ -198,7 +190,7 @@ class ModelInputs:
         join: maps outputs [K, C] to those of the targets of all ranks.
     """
 
-    arguments: dict[str, Tensor | AttentionRows]
+    arguments: dict[str, Tensor | kernels.AttentionRows]
     labels: Tensor
     select: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
@@ -247,12 +239,12 @@ class TokenModel:
         self.head = head
         self.device = device
         self.device_type = device.type if device_type is None else device_type
-        self.packed = supports_packing(model) if packed is None else packed
+        self.packed = kernels.supports_packing(model) if packed is None else packed
         self.cost = sequence_cost(model.config, head, self.device_type, attention)
         self.ranks = ModelRanks() if ranks is None else ranks
         if self.packed:
-            use_packed_attention(model)
-        self.kernel_of: KernelOf = sdpa_only
+            kernels.use_packed_attention(model)
+        self.kernel_of: kernels.KernelOf = kernels.sdpa_only
         self._fused_layer: nn.Linear | None = None
         self.adapted = True  # whether adapters are on
         self._attention, self._dtype = attention, dtype
@@ -350,7 +342,7 @@ class TokenModel:
             logits: Tensor = self.model(**inputs.arguments, use_cache=False).logits
             return logits
 
-    def _choose_attention(self) -> KernelOf:
+    def _choose_attention(self) -> kernels.KernelOf:
         """Return the kernel of each call of attention that the model makes."""
         if not self.packed and self._attention not in ("auto", "sdpa"):
             raise ConfigError(
@@ -358,14 +350,14 @@ class TokenModel:
                 f"{class_name(self.model)} is computed with padded rows; set it to auto"
             )
         if not self.packed:
-            return sdpa_only
+            return kernels.sdpa_only
         return kernels_of(self._attention_calls, self._attention, self.device, self.device_type)
 
-    def _attention_calls(self) -> set[AttentionCall]:
+    def _attention_calls(self) -> set[kernels.AttentionCall]:
         """Return the calls of attention in one forward pass, as they will be in `dtype`."""
-        calls: set[AttentionCall] = set()
+        calls: set[kernels.AttentionCall] = set()
 
-        def note(call: AttentionCall) -> Kernel:
+        def note(call: kernels.AttentionCall) -> kernels.Kernel:
             calls.add(replace(call, dtype=self._dtype))
             return "sdpa"
 
@@ -382,13 +374,13 @@ class TokenModel:
 
     def _packed_inputs(self, rows: Batch) -> ModelInputs:
         packed, own = sliced_rows(rows, self.ranks.all.size, self.ranks, self.device)
-        arguments: dict[str, Tensor | AttentionRows] = {
+        arguments: dict[str, Tensor | kernels.AttentionRows] = {
             "input_ids": own.input_ids,
             "position_ids": own.position_ids,
             # With a mask [1, N], the model builds masks from token indices alone. Without one, it
             # would look for packed rows in the position ids by rules of its own.
             "attention_mask": torch.ones_like(own.input_ids),
-            "attention_rows": AttentionRows(
+            "attention_rows": kernels.AttentionRows(
                 packed.rows,
                 self.device,
                 self.kernel_of,
@@ -410,7 +402,7 @@ class TokenModel:
     def _padded_inputs(self, rows: Batch, images: MultiModalRows | None) -> ModelInputs:
         config, mask = self.model.config, rows[fields.ATTENTION_MASK]
         ids, targets = left_align(rows[fields.INPUT_IDS], mask, rows[fields.RESPONSE_MASK])
-        arguments: dict[str, Tensor | AttentionRows] = {
+        arguments: dict[str, Tensor | kernels.AttentionRows] = {
             "input_ids": ids.to(self.device, non_blocking=True)
         }
         if takes_images(config):

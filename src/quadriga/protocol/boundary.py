@@ -34,17 +34,7 @@ from quadriga.errors import (
     LostObjectError,
     ProtocolError,
 )
-from quadriga.protocol import message
-from quadriga.protocol.columns import (
-    Column,
-    RemoteColumn,
-    decode_leaf,
-    encode,
-    encode_leaf,
-    is_remote,
-    local_value,
-    without_unused_rows,
-)
+from quadriga.protocol import columns, message, storage
 from quadriga.protocol.contents import Contents, MetaInfo
 from quadriga.protocol.dataproto import (
     PADDING_FIELD,
@@ -54,20 +44,6 @@ from quadriga.protocol.dataproto import (
     from_message,
 )
 from quadriga.protocol.message import Message, has_raw_rows, message_of
-from quadriga.protocol.storage import (
-    CONTROLLER,
-    Handle,
-    LocalHandle,
-    Origin,
-    RowMap,
-    Shard,
-    Store,
-    chunk_bounds,
-    current_store,
-    snapshot,
-    traffic,
-    walk,
-)
 from quadriga.protocol.tensordicts import TensorDict, TensorDictBase
 from quadriga.protocol.threads import PendingValue, in_thread, wait_until
 from quadriga.protocol.values import Payload
@@ -90,9 +66,9 @@ SENT_BYTES = 256 * 2**20
 _Source = tuple[UntypedStorage, tuple[object, ...]]
 """The memory of a large local tensor, and the store and the part of the memory that it views: a
 split of a batch makes a new view each time."""
-_Unstored = tuple[RemoteColumn, Payload, int, _Source | None]
+_Unstored = tuple[columns.RemoteColumn, Payload, int, _Source | None]
 """A column without its handle; payload and bytes of what is to be stored; where they come from."""
-_sent: WeakKeyDictionary[UntypedStorage, dict[object, Handle]] = WeakKeyDictionary()
+_sent: WeakKeyDictionary[UntypedStorage, dict[object, storage.Handle]] = WeakKeyDictionary()
 _sent_lock = threading.Lock()
 """Memory of local tensors → what of it is stored. Both are released together."""
 _compare = ctypes.CDLL(None).memcmp
@@ -129,7 +105,7 @@ class Packer:
     the processor has cached of this code, so the messages of many ranks are made first.
     """
 
-    def __init__(self, origin: Origin, store: Store) -> None:
+    def __init__(self, origin: storage.Origin, store: storage.Store) -> None:
         """`origin`: the writer of the fields."""
         self._origin, self.store = origin, store
         self.reader = ""
@@ -145,22 +121,22 @@ class Packer:
         unstored: list[_Unstored] = []
         small: list[_Unstored] = []
 
-        def pack(key: str, column: Column) -> RemoteColumn:
+        def pack(key: str, column: columns.Column) -> columns.RemoteColumn:
             nonlocal row_map
-            if is_remote(column):
+            if columns.is_remote(column):
                 return _packed_remote(key, column, store)
             if row_map is None:
-                row_map = RowMap.of_shard(Shard.new(contents.rows, self._origin))
-            value = local_value(column)
-            spec, payload, nbytes = encode(value, key, narrow=not store.in_process)
-            made = RemoteColumn(spec, row_map, ())
+                row_map = storage.RowMap.of_shard(storage.Shard.new(contents.rows, self._origin))
+            value = columns.local_value(column)
+            spec, payload, nbytes = columns.encode(value, key, narrow=not store.in_process)
+            made = columns.RemoteColumn(spec, row_map, ())
             if not row_map.shards:
                 return made
             if nbytes <= message.INLINE_BYTES or spec.kind == "raw":
                 small.append((made, payload, nbytes, None))
                 return made
             # The handles of a result are complete only in the process that receives it.
-            source = _source(value, nbytes, store) if self._origin is CONTROLLER else None
+            source = _source(value, nbytes, store) if self._origin is storage.CONTROLLER else None
             if source and (handle := _unchanged(source, payload)):
                 made.handles = (handle,)
             else:
@@ -185,7 +161,7 @@ class Packer:
         """
         unstored: list[_Unstored] = []
         total = sum([nbytes for column, _, nbytes, _ in fields if column.spec.kind != "raw"])
-        is_call = self._origin is CONTROLLER and not self.store.in_process
+        is_call = self._origin is storage.CONTROLLER and not self.store.in_process
         for field in fields:
             column, payload, nbytes, _ = field
             small = nbytes <= TINY_BYTES or column.spec.kind == "raw"
@@ -194,8 +170,8 @@ class Packer:
                 continue
             # The payload may share memory with a live tensor: it is pickled later or never.
             if self.store.in_process or not has_raw_rows(column.spec):
-                payload = snapshot(payload)
-            column.handles = (LocalHandle(payload, nbytes),)
+                payload = storage.snapshot(payload)
+            column.handles = (storage.LocalHandle(payload, nbytes),)
         return unstored
 
     def store_fields(self) -> None:
@@ -213,11 +189,11 @@ class Packer:
                     column.handles = (handle,)
                     if source:
                         _keep(source, handle)
-                    traffic.add(stored_bytes=nbytes, stored_objects=1)
+                    storage.traffic.add(stored_bytes=nbytes, stored_objects=1)
         self._waiting, self._nbytes = [], 0
 
 
-def _source(value: object, nbytes: int, store: Store) -> _Source | None:
+def _source(value: object, nbytes: int, store: storage.Store) -> _Source | None:
     large = nbytes > SHARED_BYTES and not store.in_process
     if not large or type(value) is not Tensor or value.is_nested or value.device.type != "cpu":
         return None
@@ -225,7 +201,7 @@ def _source(value: object, nbytes: int, store: Store) -> _Source | None:
     return value.untyped_storage(), (session, value.storage_offset(), value.shape, value.stride())
 
 
-def _unchanged(source: _Source, payload: Any) -> Handle | None:
+def _unchanged(source: _Source, payload: Any) -> storage.Handle | None:
     """Return the handle of the same bytes; None if they are not stored, or have changed.
 
     They are compared because nothing counts all writes: torch counts those through tensors, but not
@@ -243,7 +219,7 @@ def _unchanged(source: _Source, payload: Any) -> Handle | None:
     return handle if not _compare(stored.ctypes.data, payload.ctypes.data, payload.nbytes) else None
 
 
-def _keep(source: _Source, handle: Handle) -> None:
+def _keep(source: _Source, handle: storage.Handle) -> None:
     if handle.nbytes > SENT_BYTES:
         return
     with _sent_lock:
@@ -253,28 +229,30 @@ def _keep(source: _Source, handle: Handle) -> None:
         _sent.setdefault(source[0], {})[source[1]] = handle
 
 
-def _packed_remote(key: str, column: RemoteColumn, store: Store) -> RemoteColumn:
+def _packed_remote(
+    key: str, column: columns.RemoteColumn, store: storage.Store
+) -> columns.RemoteColumn:
     """Return a remote column as it is sent in a call or a result.
 
     References are sent as they are. Bytes that are in this process are sent in the message if they
     are few; otherwise they are put into `store`, once for all messages that need them.
     """
-    if store.in_process or LocalHandle not in set(map(type, column.handles)):
+    if store.in_process or storage.LocalHandle not in set(map(type, column.handles)):
         return column.unread()
     if column.has_local_payloads() and column.nbytes() <= message.INLINE_BYTES:
-        return without_unused_rows(key, column)
+        return columns.without_unused_rows(key, column)
     raw = column.spec.kind == "raw"
     handles = [handle if raw else _in_store(handle, store) for handle in column.handles]
-    return RemoteColumn(column.spec, column.row_map, tuple(handles))
+    return columns.RemoteColumn(column.spec, column.row_map, tuple(handles))
 
 
-def _in_store(handle: Handle, store: Store) -> Handle:
+def _in_store(handle: storage.Handle, store: storage.Store) -> storage.Handle:
     """Return a handle of the same value in `store`, if this process holds it and it is large."""
-    if not isinstance(handle, LocalHandle) or handle.nbytes <= message.INLINE_BYTES:
+    if not isinstance(handle, storage.LocalHandle) or handle.nbytes <= message.INLINE_BYTES:
         return handle
     session = getattr(store, "session", id(store))
     if handle.stored is None or handle.stored[0] != session:
-        traffic.add(stored_bytes=handle.nbytes, stored_objects=1)
+        storage.traffic.add(stored_bytes=handle.nbytes, stored_objects=1)
         handle.stored = session, store.put(handle.value, handle.nbytes)
     return handle.stored[1]
 
@@ -301,7 +279,9 @@ def _shared(waiting: Sequence[tuple[str, list[_Unstored]]]) -> list[list[_Unstor
 
 
 def pack_arguments(
-    values: Iterable[object], store: Store | None = None, readers: Sequence[str] | None = None
+    values: Iterable[object],
+    store: storage.Store | None = None,
+    readers: Sequence[str] | None = None,
 ) -> list[object]:
     """Pack the arguments of a call on the controller.
 
@@ -309,7 +289,7 @@ def pack_arguments(
     current one if None), so a part that several ranks share must be packed once. `readers`:
     the node of the only rank that receives each value, "" if there are several.
     """
-    packer = Packer(CONTROLLER, store or current_store())
+    packer = Packer(storage.CONTROLLER, store or storage.current_store())
     packed = []
     for i, value in enumerate(values):
         packer.reader = readers[i] if readers else ""
@@ -318,18 +298,20 @@ def pack_arguments(
     return packed
 
 
-def pack_argument(value: object, store: Store | None = None) -> object:
+def pack_argument(value: object, store: storage.Store | None = None) -> object:
     """Pack one argument on the controller, as `pack_arguments` does."""
     return pack_arguments([value], store)[0]
 
 
-def pack_result(value: object, origin: Origin, store: Store | None = None) -> object:
+def pack_result(
+    value: object, origin: storage.Origin, store: storage.Store | None = None
+) -> object:
     """Pack a result in the worker.
 
     Fields above the inline limit are put into `store` (the current one if None). Fields that the
     method received and did not read are sent as the references that they were.
     """
-    packer = Packer(origin, store or current_store())
+    packer = Packer(origin, store or storage.current_store())
     packed = _pack(value, packer)
     packer.store_fields()
     return packed
@@ -348,7 +330,7 @@ def wait_for_arguments(values: Iterable[object]) -> None:
             found.append(value)
 
     for value in values:
-        walk(value, note)
+        storage.walk(value, note)
     if len(found) > 1:
         found[0].wait_all(found)
 
@@ -358,7 +340,7 @@ def unpack_argument(value: object) -> Any:
 
     Fetches no field of a `DataProto` and all fields of a plain `TensorDict`.
     """
-    return walk(value, _unpack_leaf)
+    return storage.walk(value, _unpack_leaf)
 
 
 unpack_result = unpack_argument
@@ -368,7 +350,7 @@ unpack_result = unpack_argument
 def _pack(value: object, packer: Packer) -> object:
     if isinstance(value, DataProto):  # without the walk, which costs as much as a small batch
         return _pack_leaf(value, packer)
-    return walk(value, partial(_pack_leaf, packer=packer))
+    return storage.walk(value, partial(_pack_leaf, packer=packer))
 
 
 def _pack_leaf(value: object, packer: Packer) -> object:
@@ -377,7 +359,7 @@ def _pack_leaf(value: object, packer: Packer) -> object:
     # A TensorDict without batch dimensions has no rows; `encode_leaf` sends it as a single value.
     if isinstance(value, TensorDictBase) and value.batch_dims:
         return packer.message(DataProto.from_tensordict(value).contents, TensorDict, {})
-    return encode_leaf(value, private=packer.store.in_process)
+    return columns.encode_leaf(value, private=packer.store.in_process)
 
 
 def _unpack_leaf(value: object) -> object:
@@ -385,7 +367,7 @@ def _unpack_leaf(value: object) -> object:
         return from_message(value)
     if isinstance(value, DataProtoFuture):
         return value.get()
-    return decode_leaf(value)
+    return columns.decode_leaf(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +389,9 @@ class Part:
                 f"{type(batch).__name__}; use the future itself, which any rank can receive"
             )
         whole = _as_dataproto(batch)
-        bounds = chunk_bounds(len(whole), self.count, self.uneven or whole.is_padding_enabled())
+        bounds = storage.chunk_bounds(
+            len(whole), self.count, self.uneven or whole.is_padding_enabled()
+        )
         part = whole.slice(bounds[self.index], bounds[self.index + 1])
         return part if isinstance(batch, DataProto) else part.to_tensordict()
 

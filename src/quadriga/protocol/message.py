@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from quadriga.protocol import contents as halves
-from quadriga.protocol.columns import (
-    Column,
-    RemoteColumn,
-    current_device,
-    decode,
-    decode_leaf,
-    encode_leaf,
-)
+from quadriga.protocol import columns, contents as halves
 from quadriga.protocol.contents import Contents, MetaInfo
 from quadriga.protocol.storage import PLAIN_TYPES, Handle, LocalHandle, row_map_of, traffic, walk
 from quadriga.protocol.values import FieldSpec, flat_payload, payload_of
@@ -60,8 +52,8 @@ class Message:
 
     kind: type[object] | None
     head: tuple[tuple[int, ...], str | None] | None
-    tensors: dict[str, RemoteColumn]
-    arrays: dict[str, RemoteColumn]
+    tensors: dict[str, columns.RemoteColumn]
+    arrays: dict[str, columns.RemoteColumn]
     meta: MetaInfo
     attributes: MetaInfo
 
@@ -114,7 +106,7 @@ def message_of(
     contents: Contents,
     kind: type[object] | None,
     attributes: MetaInfo,
-    packed: Callable[[str, Column], RemoteColumn],
+    packed: Callable[[str, columns.Column], columns.RemoteColumn],
     private: bool = False,
 ) -> Message:
     """Return the message of a batch. `packed` makes the column of each field.
@@ -125,7 +117,7 @@ def message_of(
     head = None
     if batch is not None:
         head = tuple(batch.batch_size), None if batch.device is None else batch.device.type
-    leaf = partial(encode_leaf, private=private)
+    leaf = partial(columns.encode_leaf, private=private)
     return Message(
         kind,
         head,
@@ -146,21 +138,21 @@ def unpack(message: Message) -> tuple[Contents, MetaInfo]:
         size, device = message.head
         tensors = {key: _received(column) for key, column in message.tensors.items()}
         batch = halves.tensor_half(
-            tensors, size, None if device is None else current_device(device)
+            tensors, size, None if device is None else columns.current_device(device)
         )
     arrays = halves.make_arrays({key: _received(c) for key, c in message.arrays.items()})
-    contents = Contents(batch, arrays, walk(message.meta, decode_leaf))
-    return contents, walk(message.attributes, decode_leaf)
+    contents = Contents(batch, arrays, walk(message.meta, columns.decode_leaf))
+    return contents, walk(message.attributes, columns.decode_leaf)
 
 
-def _received(column: RemoteColumn) -> Column:
+def _received(column: columns.RemoteColumn) -> columns.Column:
     # A larger field of a pickled batch is decoded when it is read, so a batch that is only partly
     # read is not copied as a whole.
     nbytes = sum([handle.nbytes for handle in column.handles])
     if nbytes > INLINE_BYTES or not column.has_local_payloads():
         return column.unread()
     payloads = [handle.fetch() for handle in column.handles]
-    value, nbytes = decode(column.spec, column.row_map, payloads)
+    value, nbytes = columns.decode(column.spec, column.row_map, payloads)
     traffic.add(fetched_bytes=nbytes, fetched_fields=1)
     return value
 
@@ -191,12 +183,12 @@ def restore(
 ) -> Message:
     """Return the message of a flat form. `handle_of` is the inverse of `flat_handle`."""
     known = [row_map_of(*parts) for parts in row_maps]
-    fields: list[dict[str, RemoteColumn]] = []
+    fields: list[dict[str, columns.RemoteColumn]] = []
     for half in (tensors, arrays):
         fields.append({})
         for key, spec, number, flat in half:
             handles = tuple([_handle_of(handle, handle_of) for handle in flat])
-            fields[-1][key] = RemoteColumn(_spec(spec), known[number], handles)
+            fields[-1][key] = columns.RemoteColumn(_spec(spec), known[number], handles)
     return Message(kind, head, fields[0], fields[1], meta, attributes)
 
 

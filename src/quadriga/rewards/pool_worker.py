@@ -28,15 +28,7 @@ from quadriga.containment import (
     reap,
 )
 from quadriga.errors import QuadrigaError
-from quadriga.rewards.functions import (
-    RAISED,
-    FunctionRef,
-    Outcome,
-    RewardFunction,
-    call,
-    call_at_once,
-    call_in_threads,
-)
+from quadriga.rewards import functions
 from quadriga.rewards.pool import Report
 
 
@@ -48,17 +40,17 @@ def serve(connection: Connection) -> NoReturn:
     while True:
         number, samples, timeout_s, in_threads = connection.recv()
         function = _load(samples[0].function)
-        if isinstance(function, Outcome):
+        if isinstance(function, functions.Outcome):
             outcomes = [function] * len(samples)
         else:
             # From here on the deadline of the samples runs.
             connection.send_bytes(Report(number, process).encode())
             if in_threads:
-                outcomes = call_in_threads(function, samples, timeout_s)
+                outcomes = functions.call_in_threads(function, samples, timeout_s)
             elif samples[0].function.form.waits:
-                outcomes = loop.run(call_at_once(function, samples, timeout_s))
+                outcomes = loop.run(functions.call_at_once(function, samples, timeout_s))
             else:
-                outcomes = [call(function, samples[0])]
+                outcomes = [functions.call(function, samples[0])]
         if os.getpid() != process:  # the function has forked, and this is the copy
             os._exit(0)
         # An alarm that the function has set must not interrupt the next sample.
@@ -67,12 +59,12 @@ def serve(connection: Connection) -> NoReturn:
 
 
 @functools.cache
-def _load(ref: FunctionRef) -> RewardFunction | Outcome:
+def _load(ref: functions.FunctionRef) -> functions.RewardFunction | functions.Outcome:
     """Return the function, or the outcome of all its samples. Its file is imported once."""
     try:
         return ref.load()
     except QuadrigaError as error:
-        return Outcome(RAISED, detail=describe(error))
+        return functions.Outcome(functions.RAISED, detail=describe(error))
 
 
 def limit_memory(megabytes: int) -> None:

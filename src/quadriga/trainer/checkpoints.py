@@ -16,17 +16,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from quadriga.checkpoint import folders
 from quadriga.checkpoint.files import digest_file, digest_json
-from quadriga.checkpoint.folders import (
-    ControllerState,
-    Resumed,
-    SavedGroups,
-    complete_checkpoints,
-    newest_undamaged_checkpoint,
-    read_marker,
-    step_folder,
-    verify_checkpoint,
-)
 from quadriga.checkpoint.remote import Uploads, fetch_newest
 from quadriga.checkpoint.snapshots import Snapshots
 from quadriga.checkpoint.writer import CheckpointWriter
@@ -118,11 +109,11 @@ def checkpoint_to_resume(trainer: RunConfig, *, tell: bool = False) -> Path | No
                 "disable, auto, or the folder of a checkpoint",
                 path=str(path),
             )
-        verify_checkpoint(path)
+        folders.verify_checkpoint(path)
         return path
     root = Path(trainer.default_local_dir).absolute() / CHECKPOINTS
     remote_errors = fetch_newest(trainer)
-    found, errors = newest_undamaged_checkpoint(root)
+    found, errors = folders.newest_undamaged_checkpoint(root)
     errors = [*remote_errors, *errors]
     if found is None and errors:
         raise CheckpointError(
@@ -135,15 +126,15 @@ def checkpoint_to_resume(trainer: RunConfig, *, tell: bool = False) -> Path | No
     return found
 
 
-def read_state(checkpoint: Path) -> ControllerState:
+def read_state(checkpoint: Path) -> folders.ControllerState:
     """Read the controller's state from a checkpoint.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, or was not written by a training run.
     """
-    info = read_marker(checkpoint)
+    info = folders.read_marker(checkpoint)
     try:
-        return ControllerState(**info)
+        return folders.ControllerState(**info)
     except TypeError as error:
         raise CheckpointError(
             f"{checkpoint} does not hold the state of a training run: {error}", path=str(checkpoint)
@@ -265,7 +256,7 @@ def changed_inputs(saved: Mapping[str, object], own: Mapping[str, object]) -> di
 
 def read_resumed(
     config: AnyRun, inputs: Mapping[str, object] | None = None, *, tell: bool = False
-) -> Resumed | None:
+) -> folders.Resumed | None:
     """Return the checkpoint that a run will be resumed from, or None, after all checks of it.
 
     Args:
@@ -283,7 +274,7 @@ def read_resumed(
     override = config.trainer.resume_override
     changed = check_changes(folder, state.inputs, own, override=override, tell=tell)
     check_states(folder, _saved_roles(config))
-    return Resumed(folder, state, changed)
+    return folders.Resumed(folder, state, changed)
 
 
 def check_states(checkpoint: Path, keys: Iterable[str]) -> None:
@@ -309,7 +300,7 @@ def _saved_roles(config: AnyRun) -> list[str]:
     return [Role.Actor.key if isinstance(config, SFTConfig) else Role.RewardModel.key]
 
 
-Save = Callable[[Path, ControllerState, bool], None]
+Save = Callable[[Path, folders.ControllerState, bool], None]
 """Writes a checkpoint: the folder of checkpoints, the state of the controller, and whether the run
 ends with it."""
 
@@ -347,7 +338,7 @@ class Checkpointing:
         self.writer = CheckpointWriter(trainer, self.uploads, self.callbacks.saved)
         self.stop = StopRequest(trainer)
         self.restarts = Restarts(trainer, lambda: self.stop.requested)
-        self.held: Resumed | None = None
+        self.held: folders.Resumed | None = None
         self.snapshots = Snapshots(trainer.snapshot_freq)
         self.complete: tuple[int, Mapping[str, float]] | None = None
         # Streams and added roles with a state have changed when a step has begun.
@@ -355,9 +346,9 @@ class Checkpointing:
             config.trainer.max_staleness or saving_roles(added_roles(config))
         )
         self._beginning = loader.state_dict()
-        self._resumed: Resumed | None = None  # the point at which the run was resumed
+        self._resumed: folders.Resumed | None = None  # the point at which the run was resumed
 
-    def resume(self, groups: SavedGroups) -> Resumed | None:
+    def resume(self, groups: folders.SavedGroups) -> folders.Resumed | None:
         """Find the checkpoint that `trainer.resume_mode` names, or after a loss the newest point,
         and move the loader to its position. The caller loads the states of `groups`, the roles.
 
@@ -402,7 +393,7 @@ class Checkpointing:
         held = None if self.held is None or not self._kept_in_step else self.held.state
         state = held if self.complete is None else self.state(*self.complete)
         folder = record.folder.checkpoints
-        if state is None or state.step == 0 or step_folder(folder, state.step).is_dir():
+        if state is None or state.step == 0 or folders.step_folder(folder, state.step).is_dir():
             return
         try:
             save(folder, state, True)
@@ -413,7 +404,7 @@ class Checkpointing:
             text = "the run ends by an error; step %d was saved, for trainer.resume_mode=auto"
             _log.warning(text, state.step)
 
-    def newest_point(self, groups: SavedGroups) -> Resumed | None:
+    def newest_point(self, groups: folders.SavedGroups) -> folders.Resumed | None:
         """Return the newest point to which the run can go back after a loss; None: its beginning.
 
         No other place chooses one. Each attempt of a run asks once, when its groups are started,
@@ -423,30 +414,32 @@ class Checkpointing:
         if self.held is not None:
             return self.held
         root = Path(self.config.trainer.default_local_dir).absolute() / CHECKPOINTS
-        saved = max((step for step, _ in complete_checkpoints(root)), default=0)
+        saved = max((step for step, _ in folders.complete_checkpoints(root)), default=0)
         if (snapshot := self.snapshots.newest(groups, after=saved)) is not None:
             return snapshot
-        folder, errors = newest_undamaged_checkpoint(root)
+        folder, errors = folders.newest_undamaged_checkpoint(root)
         for error in errors:
             _log.warning("skipped a checkpoint: %s", error)
-        return self._resumed if folder is None else Resumed(folder, read_state(folder), False)
+        if folder is None:
+            return self._resumed
+        return folders.Resumed(folder, read_state(folder), False)
 
     def begin_step(self, step: int, kl_controller: Mapping[str, float]) -> None:
         """Note that a step begins after `step`, the last one that was completed: until the first
         update, every group holds this point."""
         self.restarts.completed = step
         self.complete = None
-        self.held = Resumed(None, self.state(step, kl_controller), False)
+        self.held = folders.Resumed(None, self.state(step, kl_controller), False)
 
     def begin_update(self) -> None:
         """Note that from here on the states of roles change, until the step is complete."""
         self.held = self.complete = None
 
-    def state(self, step: int, kl_controller: Mapping[str, float]) -> ControllerState:
+    def state(self, step: int, kl_controller: Mapping[str, float]) -> folders.ControllerState:
         """Return the state of the controller after a step of the run, whose record is open."""
         position, kl = self.loader.state_dict(), dict(kl_controller)
         validation, row = self.restarts.last_validation, self.restarts.row
-        return ControllerState(step, position, kl, self.inputs, validation, row)
+        return folders.ControllerState(step, position, kl, self.inputs, validation, row)
 
     def end_step(
         self,
@@ -454,7 +447,7 @@ class Checkpointing:
         *,
         validate: Callable[[], object] | None,
         save: Save,
-        groups: SavedGroups,
+        groups: folders.SavedGroups,
     ) -> None:
         """Tell callbacks, validate and save where these are due, and log the step that is
         `complete`. Then stop if a signal asks for it.

@@ -38,15 +38,9 @@ from quadriga.parallel.balancing import Balance
 from quadriga.parallel.costs import TOKENS, CostModel
 from quadriga.protocol import fields
 from quadriga.protocol.fields import StageFields
+from quadriga.trainer.roles import workers
 from quadriga.trainer.roles.needs import needs_critic, reads_ref_log_prob
 from quadriga.trainer.roles.registry import PlacedStage, added_stages
-from quadriga.trainer.roles.workers import (
-    corrects_mismatch,
-    normalises_weights,
-    reads_old_log_probs,
-    selects_tokens,
-    takes_old_log_probs_from_update,
-)
 from quadriga.workers.method_fields import (
     COMPUTE_LOG_PROB,
     COMPUTE_REF_LOG_PROB,
@@ -182,12 +176,12 @@ class StepPlan:
         # Leaving out rows changes no parameter if nothing but the update reads what the passes
         # write in them. It is of use where an estimator compares responses: a zero-variance group
         # has advantages 0. A correction in the pass over the old log-probabilities writes weights.
-        old_pass = not takes_old_log_probs_from_update(config)
+        old_pass = not workers.takes_old_log_probs_from_update(config)
         early = (
             estimator.needs_groups
             and skips_zero_advantages(config.actor_rollout_ref.actor)
-            and not (reads_old_log_probs(config) or estimator.needs_values)
-            and not (old_pass and corrects_mismatch(config))
+            and not (workers.reads_old_log_probs(config) or estimator.needs_values)
+            and not (old_pass and workers.corrects_mismatch(config))
             and scored_first
         )
         # A stage of an added role after the passes may write the scores.
@@ -250,7 +244,7 @@ def _step_stages(
     mask_groups, correct = MASK_ZERO_VARIANCE_GROUPS, CORRECT_MISMATCH
     if not algorithm.filter_groups.enable:
         mask_groups = replace(mask_groups, writes=())
-    if not corrects_mismatch(config):
+    if not workers.corrects_mismatch(config):
         correct = replace(correct, writes=())
     # The mask and the advantages say which rows need computation.
     live = ((_MASK, plan.masks_before_passes), (fields.ADVANTAGES, plan.advantages_before_passes))
@@ -287,9 +281,9 @@ def _step_stages(
         (PENALISE_KL, algorithm.use_kl_in_reward),
         # Without the pass the update measures entropy and mismatch, and corrects it.
         (MEASURE_ENTROPY, old_pass),
-        (correct, old_pass or normalises_weights(config)),
+        (correct, old_pass or workers.normalises_weights(config)),
         (estimate, not early),
-        (SELECT_UPDATE_TOKENS, selects_tokens(config)),
+        (SELECT_UPDATE_TOKENS, workers.selects_tokens(config)),
         (UPDATE_CRITIC, critic),
         (LOG_UPDATE, critic),
         (_update_actor(config, old_pass), True),
@@ -373,13 +367,13 @@ def _reading(stage: StageFields, optional: Iterable[tuple[str, bool]]) -> StageF
 def _update_actor(config: TrainConfig, old_log_prob_pass: bool) -> StageFields:
     """`UPDATE_ACTOR` with the optional fields that the chosen loss cannot do without."""
     actor = config.actor_rollout_ref.actor
-    loss, corrects = get_policy_loss(actor.policy_loss.name), corrects_mismatch(config)
+    loss, corrects = get_policy_loss(actor.policy_loss.name), workers.corrects_mismatch(config)
     optional = (
         (fields.OLD_LOG_PROBS, old_log_prob_pass),
         (fields.REF_LOG_PROB, actor.use_kl_loss and not actor.reads_full_kl),
         (fields.ROLLOUT_IS_WEIGHTS, corrects and old_log_prob_pass),
         (fields.ROLLOUT_LOG_PROBS, corrects or "rollout_log_prob_BT" in loss.needs),
-        (fields.SELECTED_TOKENS, selects_tokens(config)),
+        (fields.SELECTED_TOKENS, workers.selects_tokens(config)),
     )
     stage = _reading(UPDATE_ACTOR, optional)
     left = tuple(field for field in stage.reads_if_present if field not in stage.reads)

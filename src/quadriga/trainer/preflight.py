@@ -24,20 +24,10 @@ from quadriga.observability.run_folder import RunFolder
 from quadriga.rewards.manager import parts_of
 from quadriga.rollout import check_adapters, rollout_of
 from quadriga.trainer.checkpoints import AnyRun, read_resumed, seconds_left
+from quadriga.trainer.checks import settings
 from quadriga.trainer.checks.data import check_images_supported
 from quadriga.trainer.checks.early import check_files, require_model_path
 from quadriga.trainer.checks.options import check_algorithm_options
-from quadriga.trainer.checks.settings import (
-    Problems,
-    RoleEngine,
-    check_device,
-    check_fine_tuning_engine,
-    check_fine_tuning_settings,
-    check_role_engines,
-    check_train_settings,
-    fine_tuning_engine,
-    role_engines,
-)
 from quadriga.trainer.dataflow import StepPlan, check_dataflow, validation_dataflow
 from quadriga.trainer.roles.registry import ResourcePoolManager, Role, check_roles_in_settings
 from quadriga.trainer.roles.workers import (
@@ -114,7 +104,7 @@ def _check_models(config: TrainConfig) -> None:
     policy = config.actor_rollout_ref
     rollout_of(policy.rollout).check_model(policy.model, planned_device(config.trainer))
     _check_reward_model_folder(config)
-    check_models_of_engines(role_engines(config))
+    check_models_of_engines(settings.role_engines(config))
 
 
 def check_settings(config: TrainConfig) -> None:
@@ -123,8 +113,8 @@ def check_settings(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the first setting that does not fit.
     """
-    check_train_settings(config)
-    check_device(config.trainer)
+    settings.check_train_settings(config)
+    settings.check_device(config.trainer)
     check_engines(config)
     check_algorithm_options(config)
 
@@ -135,7 +125,7 @@ def check_engines(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the setting.
     """
-    check_role_engines(config)
+    settings.check_role_engines(config)
     policy = config.actor_rollout_ref
     rollout, ranks = policy.rollout, num_ranks(config, "rollout")
     check_adapters(rollout, policy.model.lora)
@@ -152,13 +142,13 @@ def check_fine_tuning_config(config: SFTConfig | RMConfig) -> None:
     Raises:
         InputError: names the first setting, file or folder that does not fit.
     """
-    check_fine_tuning_settings(config)
-    check_device(config.trainer)
-    check_fine_tuning_engine(config)
+    settings.check_fine_tuning_settings(config)
+    settings.check_device(config.trainer)
+    settings.check_fine_tuning_engine(config)
     check_files(config.data.train_files, "data.train_files", needed=True)
     check_files(config.data.val_files, "data.val_files", needed=False)
     check_folder("model", config.model)
-    check_models_of_engines([fine_tuning_engine(config)])
+    check_models_of_engines([settings.fine_tuning_engine(config)])
     if isinstance(config, SFTConfig):
         parts_of(config.reward)  # its files exist, and have the functions
     check_run_folder(config)
@@ -176,8 +166,8 @@ def check_sizes(config: AnyRun) -> None:
         check_settings(config)
         RunMemory(config).check()
     else:
-        check_fine_tuning_settings(config)
-        check_fine_tuning_engine(config)
+        settings.check_fine_tuning_settings(config)
+        settings.check_fine_tuning_engine(config)
 
 
 def check_run_folder(config: AnyRun) -> None:
@@ -224,7 +214,7 @@ def check_folder(key: str, model: ModelConfig, *, tokenizer: bool = True) -> Non
     check_model_folder(model.path, tokenizer=own, trust_remote_code=model.trust_remote_code)
 
 
-def check_models_of_engines(engines: Iterable[RoleEngine]) -> None:
+def check_models_of_engines(engines: Iterable[settings.RoleEngine]) -> None:
     """Check that adapters, patterns and optimizers fit the models, and that the ranks of each role
     can divide the work of its model.
 
@@ -264,7 +254,7 @@ def _check_reward_model_folder(config: TrainConfig) -> None:
         )
 
 
-def profile_problems(trainer: RunConfig, total_steps: int) -> Problems:
+def profile_problems(trainer: RunConfig, total_steps: int) -> settings.Problems:
     """Yield a profiled step that the run does not have, and Nsight Systems where nothing of it can
     be recorded."""
     profile = trainer.profile

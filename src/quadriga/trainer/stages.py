@@ -31,19 +31,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from quadriga.algorithms import shaping
 from quadriga.algorithms.advantages import compute_advantages, get_advantage
 from quadriga.algorithms.dynamic_sampling import SamplingDecision, dynamic_sampling
 from quadriga.algorithms.importance import mismatch_metrics
 from quadriga.algorithms.kl import KLController, penalise_rewards
 from quadriga.algorithms.policy_losses import get_policy_loss, select_tokens
-from quadriga.algorithms.shaping import (
-    add_to_last_token,
-    drop_truncated,
-    nonzero_variance_rows,
-    overlong_penalty,
-    shape_rewards,
-    zero_variance_metrics,
-)
 from quadriga.config.schema import (
     ActorConfig,
     AlgorithmConfig,
@@ -300,7 +293,7 @@ def mask_truncated(batch: DataProto, config: AlgorithmConfig) -> StageResult:
     """
     if config.overlong.drop_truncated:
         mask = batch.batch[fields.RESPONSE_MASK]
-        kept = drop_truncated(mask, batch.batch[fields.FINISHED] == 0)
+        kept = shaping.drop_truncated(mask, batch.batch[fields.FINISHED] == 0)
         batch.batch[fields.RESPONSE_MASK] = kept.to(mask.dtype)
     return StageResult(batch, {})
 
@@ -323,10 +316,10 @@ def mask_zero_variance_groups(batch: DataProto, config: AlgorithmConfig) -> Stag
         return StageResult(batch, {})
     score_B = batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1)[present_B]
     uid = batch.non_tensor_batch[fields.UID][present_B.numpy()]
-    metrics = {f"group/{k}": v for k, v in zero_variance_metrics(score_B, uid).items()}
+    metrics = {f"group/{k}": v for k, v in shaping.zero_variance_metrics(score_B, uid).items()}
     if config.filter_groups.enable:
         kept_B = present_B.clone()
-        kept_B[present_B] = nonzero_variance_rows(score_B, uid)
+        kept_B[present_B] = shaping.nonzero_variance_rows(score_B, uid)
         batch.batch[fields.RESPONSE_MASK] = mask * kept_B.to(mask.dtype)[:, None]
     return StageResult(batch, metrics)
 
@@ -338,15 +331,15 @@ def shape_scores(batch: DataProto, config: AlgorithmConfig) -> StageResult:
     metrics: Metrics = {}
     # The penalty comes before clipping and whitening, which act on the complete reward.
     if config.overlong.enable:
-        penalty = overlong_penalty(
+        penalty = shaping.overlong_penalty(
             mask.sum(-1),
             max_length=mask.shape[1],
             buffer_length=config.overlong.buffer_length,
             penalty_factor=config.overlong.penalty_factor,
         )
-        scores = add_to_last_token(scores, mask, penalty)
+        scores = shaping.add_to_last_token(scores, mask, penalty)
         metrics["reward/overlong_penalty"] = float(penalty.mean())
-    batch.batch[fields.TOKEN_LEVEL_REWARDS] = shape_rewards(
+    batch.batch[fields.TOKEN_LEVEL_REWARDS] = shaping.shape_rewards(
         scores, mask, clip=config.reward_clip, whiten=config.whiten_rewards
     )
     return StageResult(batch, metrics)
@@ -723,7 +716,7 @@ def sampled(batch: DataProto, config: AlgorithmConfig, groups: int, drawn: int) 
 def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:
     """Return bool [B], True for responses that take part in the update if their group does."""
     left_out = (batch.batch[fields.FINISHED] == 0) & config.overlong.drop_truncated
-    return drop_truncated(batch.batch[fields.RESPONSE_MASK], left_out).any(-1)
+    return shaping.drop_truncated(batch.batch[fields.RESPONSE_MASK], left_out).any(-1)
 
 
 def _mask_without_baseline(batch: DataProto, greedy: DataProto) -> None:

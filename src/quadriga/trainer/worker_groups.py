@@ -45,17 +45,7 @@ from quadriga.trainer.roles.workers import (
     worker_keys,
     workers_of,
 )
-from quadriga.workers.roles import (
-    ActorGroup,
-    CriticGroup,
-    GeneratingGroup,
-    ReceivingGroup,
-    RefGroup,
-    RewardModelGroup,
-    SendingGroup,
-    TrainedGroup,
-    TurnTakingGroup,
-)
+from quadriga.workers import roles
 
 _log = logging.getLogger("quadriga")
 
@@ -178,8 +168,8 @@ class WeightLink:
     round. With `joined`, the ranks of both groups exchange the parts in one process group instead.
     """
 
-    sender: SendingGroup
-    receiver: ReceivingGroup
+    sender: roles.SendingGroup
+    receiver: roles.ReceivingGroup
     joined: bool = False
 
     def sync(self) -> None:
@@ -229,12 +219,12 @@ class PPOGroups(StartedGroups):
     """
 
     starter: GroupStarter
-    actor: ActorGroup
-    rollout: GeneratingGroup
-    ref: RefGroup | None
-    critic: CriticGroup | None
-    reward_model: RewardModelGroup | None
-    turns: TurnTakingGroup | None
+    actor: roles.ActorGroup
+    rollout: roles.GeneratingGroup
+    ref: roles.RefGroup | None
+    critic: roles.CriticGroup | None
+    reward_model: roles.RewardModelGroup | None
+    turns: roles.TurnTakingGroup | None
     link: WeightLink | ReplicaLink | None
     replicas: Replicas
     actor_version: Callable[[], int] | None = None
@@ -265,7 +255,7 @@ class PPOGroups(StartedGroups):
             add(metrics)
 
     @property
-    def generator(self) -> GeneratingGroup:
+    def generator(self) -> roles.GeneratingGroup:
         """The rollout, whose responses must come from the weights that the actor has."""
         if self.actor_version is None:
             return self.rollout
@@ -286,9 +276,9 @@ class PPOGroups(StartedGroups):
             self.link.sync()
 
     @property
-    def saved(self) -> dict[str, TrainedGroup | WorkerGroup]:
+    def saved(self) -> dict[str, roles.TrainedGroup | WorkerGroup]:
         """The groups whose ranks have a state that belongs to a checkpoint, by their roles."""
-        groups: dict[str, TrainedGroup | WorkerGroup] = {"actor": self.actor}
+        groups: dict[str, roles.TrainedGroup | WorkerGroup] = {"actor": self.actor}
         if self.critic is not None:
             groups["critic"] = self.critic
         return groups | {k: group for k, group in self.added.items() if has_method(group, k, SAVE)}
@@ -443,7 +433,7 @@ def _ppo_groups(starter: GroupStarter) -> PPOGroups:
     view_of = {u: views[key] for key, uses in workers.items() if key in views for u in uses}
     config, actor = starter.config, view_of["actor"]
     settings = config.actor_rollout_ref.rollout
-    rollout: GeneratingGroup
+    rollout: roles.GeneratingGroup
     link: WeightLink | ReplicaLink | None = None
     if replicas is not None:
         rollout = ReplicatedRollout(replicas, settings)
@@ -518,7 +508,7 @@ class VersionedRollout:
         actor_version: returns the version of the actor's weights.
     """
 
-    rollout: GeneratingGroup
+    rollout: roles.GeneratingGroup
     actor_version: Callable[[], int]
 
     @property

@@ -56,20 +56,8 @@ from quadriga.parallel.layouts import count, shape_of, whole
 from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine, UpdateForm, tensor_digest
 from quadriga.rollout.guard import PROBE_ROWS, guarded, probe_ids
+from quadriga.weight_sync import transport
 from quadriga.weight_sync.plan import Plan, Round, Transfer, listed_names
-from quadriga.weight_sync.transport import (
-    Assembly,
-    Source,
-    SourceReader,
-    SourceWeights,
-    Transport,
-    WeightNeeds,
-    copy_bytes,
-    plan_to,
-    signed,
-    trained_scores,
-    typed,
-)
 
 TIMEOUT = timedelta(seconds=600)
 _LOOPBACK = "127.0.0.1"
@@ -95,7 +83,7 @@ class _Header:
     index: int
     sender: int
     transfers: tuple[Transfer, ...] = ()
-    weights: SourceWeights | None = None
+    weights: transport.SourceWeights | None = None
     shares: Mapping[str, int] | None = None
     scores: Tensor | None = None
 
@@ -110,10 +98,10 @@ class WeightSender:
     """
 
     def __init__(self, source: TrainEngine, bucket_bytes: int) -> None:
-        self._source, self._bucket_bytes = Source(source), bucket_bytes
+        self._source, self._bucket_bytes = transport.Source(source), bucket_bytes
         self._plan: Plan | None = None
 
-    def send(self, needs: WeightNeeds, version: int) -> Iterator[DataProto]:
+    def send(self, needs: transport.WeightNeeds, version: int) -> Iterator[DataProto]:
         """Yield this rank's part of every round, then what the comparison needs.
 
         Every rank yields the same number of buckets, and must use up the iterator.
@@ -123,8 +111,8 @@ class WeightSender:
             version: the version of these weights.
         """
         weights = self._source.weights(needs)
-        self._plan = plan_to({world_size(): {}}, weights, self._plan)
-        told = SourceWeights(replace(weights.layout, ranks={}), {})
+        self._plan = transport.plan_to({world_size(): {}}, weights, self._plan)
+        told = transport.SourceWeights(replace(weights.layout, ranks={}), {})
         header = _Header(version, 0, rank(), weights=told)
         with self._source.reader(needs, weights) as reader:
             for current in self._plan.rounds(self._bucket_bytes):
@@ -132,13 +120,13 @@ class WeightSender:
                 yield replace(header, transfers=transfers).batch(data)
                 header = _Header(version, header.index + 1, rank())
             reader.finish()
-        scores = trained_scores(self._source.engine, needs.probe, version)
+        scores = transport.trained_scores(self._source.engine, needs.probe, version)
         last = replace(header, shares=reader.shares, scores=scores)
         yield last.batch(torch.zeros(0, dtype=torch.uint8))
 
 
 def _packed(
-    current: Round, reader: SourceReader, weights: SourceWeights
+    current: Round, reader: transport.SourceReader, weights: transport.SourceWeights
 ) -> tuple[tuple[Transfer, ...], Tensor]:
     """Return this rank's transfers of a round and their bytes, in host memory."""
     own = tuple(t for t in current.transfers if t.source == rank())
@@ -146,7 +134,9 @@ def _packed(
     start = 0
     for transfer, values in reader.parts(current):
         stop = start + transfer.num_bytes
-        copy_bytes(data[start:stop], values.to(weights.layout.weights[transfer.weight].dtype))
+        transport.copy_bytes(
+            data[start:stop], values.to(weights.layout.weights[transfer.weight].dtype)
+        )
         start = stop
     return own, data
 
@@ -157,14 +147,14 @@ class WeightReceiver:
     def __init__(self, target: RolloutEngine) -> None:
         self._target = guarded(target)
         self._version: int | None = None
-        self._weights: SourceWeights | None = None
+        self._weights: transport.SourceWeights | None = None
         self._forget()
 
     def _forget(self) -> None:
         self._staged: dict[str, Tensor] = {}
         self._digests: dict[int, int] = {}  # address of a staged tensor → its digest
         self._index = 0
-        self._assembly = Assembly(torch.device("cpu"))
+        self._assembly = transport.Assembly(torch.device("cpu"))
         self._last: list[_Header] = []
 
     def receive(self, parts: Sequence[DataProto], *, stage: bool = False) -> None:
@@ -258,7 +248,7 @@ class WeightReceiver:
         for transfer in header.transfers:
             name, stop = transfer.weight, start + transfer.num_bytes
             weight = self._weights.layout.weights[name]
-            values = typed(flat[start:stop], weight.dtype).view(shape_of(transfer.box))
+            values = transport.typed(flat[start:stop], weight.dtype).view(shape_of(transfer.box))
             done = self._assembly.write(name, transfer.box, values, weight.shape, weight.dtype)
             if done is not None:
                 yield name, done
@@ -286,8 +276,8 @@ class Ticket:
     port: int
     senders: int
     receivers: int
-    weights: SourceWeights
-    needs: WeightNeeds
+    weights: transport.SourceWeights
+    needs: transport.WeightNeeds
     bucket_bytes: int
 
 
@@ -301,7 +291,9 @@ class _Joined:
         self._key: object = None
         self._plan: Plan | None = None
 
-    def _run(self, ticket: Ticket, own: int, read: SourceReader | None) -> Transport:
+    def _run(
+        self, ticket: Ticket, own: int, read: transport.SourceReader | None
+    ) -> transport.Transport:
         """Return this rank's part of a sync."""
         weights, key = ticket.weights, (ticket.address, ticket.port, own)
         if self._group is None or self._key != key:
@@ -311,8 +303,10 @@ class _Joined:
             )
             self._key = key
         receivers = range(ticket.senders, ticket.senders + ticket.receivers)
-        self._plan = plan_to({receiver: {} for receiver in receivers}, weights, self._plan)
-        return Transport(self._plan, own, read, self._group, self._device)
+        self._plan = transport.plan_to(
+            {receiver: {} for receiver in receivers}, weights, self._plan
+        )
+        return transport.Transport(self._plan, own, read, self._group, self._device)
 
     def _all_reduce(self, values: Tensor) -> Tensor:
         assert self._group is not None
@@ -327,10 +321,10 @@ class JoinedSender(_Joined):
         self, source: TrainEngine, *, bucket_bytes: int, device: str | torch.device
     ) -> None:
         super().__init__(device)
-        self._source, self._bucket_bytes = Source(source), bucket_bytes
+        self._source, self._bucket_bytes = transport.Source(source), bucket_bytes
         self._place: tuple[str, int] | None = None
 
-    def offer(self, needs: list[WeightNeeds], version: int) -> Ticket | None:
+    def offer(self, needs: list[transport.WeightNeeds], version: int) -> Ticket | None:
         """Return the ticket of a sync to ranks with these needs, on rank 0; None on the others."""
         weights = self._source.weights(needs[0])
         if rank():
@@ -348,9 +342,9 @@ class JoinedSender(_Joined):
         with self._source.reader(ticket.needs, ticket.weights) as reader:
             for _ in self._run(ticket, rank(), reader).run(ticket.bucket_bytes):
                 pass  # a sender receives nothing, but must take part in every round
-        shares = [signed(share) for share in reader.shares.values()]
+        shares = [transport.signed(share) for share in reader.shares.values()]
         self._all_reduce(torch.tensor(shares, device=self._device))
-        scores = trained_scores(self._source.engine, ticket.needs.probe, ticket.version)
+        scores = transport.trained_scores(self._source.engine, ticket.needs.probe, ticket.version)
         if scores is not None:
             self._all_reduce(scores.to(self._device) * float(rank() == 0))
 

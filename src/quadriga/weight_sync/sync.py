@@ -25,14 +25,8 @@ from quadriga.protocol import DataProto
 from quadriga.rollout.base import RolloutEngine, UpdateForm
 from quadriga.rollout.guard import guarded
 from quadriga.single_controller import Dispatch, Worker, register
+from quadriga.weight_sync import remote
 from quadriga.weight_sync.plan import Plan
-from quadriga.weight_sync.remote import (
-    JoinedReceiver,
-    JoinedSender,
-    Ticket,
-    WeightReceiver,
-    WeightSender,
-)
 from quadriga.weight_sync.transport import (
     Source,
     Transport,
@@ -180,14 +174,14 @@ class PolicyWeights(Worker):
         self._receiver.receive(parts)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def offer_weights(self, needs: list[WeightNeeds]) -> Ticket | None:
+    def offer_weights(self, needs: list[WeightNeeds]) -> remote.Ticket | None:
         """Return on rank 0 where the ranks of the rollout, one for each of `needs`, join those of
         the actor in a process group. The weight version rises."""
         self._count_version()
         return self._joined_sender.offer(needs, self.weight_version)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def send_weights_over(self, ticket: Ticket) -> None:
+    def send_weights_over(self, ticket: remote.Ticket) -> None:
         """Send this rank's part of the actor's weights over the joined group.
 
         Waits for: `receive_weights_over` on every rank of the rollout.
@@ -195,7 +189,7 @@ class PolicyWeights(Worker):
         self._joined_sender.send(ticket)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def receive_weights_over(self, ticket: Ticket) -> int:
+    def receive_weights_over(self, ticket: remote.Ticket) -> int:
         """Copy the weights of `send_weights_over` to the rollout engine. Return their version.
 
         Raises:
@@ -241,19 +235,19 @@ class PolicyWeights(Worker):
         )
 
     @cached_property
-    def _sender(self) -> WeightSender:
-        return WeightSender(self._engine("actor"), self._bucket_bytes)
+    def _sender(self) -> remote.WeightSender:
+        return remote.WeightSender(self._engine("actor"), self._bucket_bytes)
 
     @cached_property
-    def _receiver(self) -> WeightReceiver:
-        return WeightReceiver(self._rollout())
+    def _receiver(self) -> remote.WeightReceiver:
+        return remote.WeightReceiver(self._rollout())
 
     @cached_property
-    def _joined_sender(self) -> JoinedSender:
-        return JoinedSender(
+    def _joined_sender(self) -> remote.JoinedSender:
+        return remote.JoinedSender(
             self._engine("actor"), bucket_bytes=self._bucket_bytes, device=self.device
         )
 
     @cached_property
-    def _joined_receiver(self) -> JoinedReceiver:
-        return JoinedReceiver(self._rollout(), device=self.device)
+    def _joined_receiver(self) -> remote.JoinedReceiver:
+        return remote.JoinedReceiver(self._rollout(), device=self.device)

@@ -21,17 +21,7 @@ from quadriga.protocol import DataProto, fields
 from quadriga.rollout import loads_adapters, rollout_of
 from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.weight_sync.sync import PolicyWeights
-from quadriga.workers.method_fields import (
-    BEGUN_RESPONSES,
-    COMPUTE_LOG_PROB,
-    COMPUTE_REF_LOG_PROB,
-    COMPUTE_SFT_LOG_PROB,
-    CONTEXT,
-    MODEL_INPUTS,
-    OBSERVED,
-    UPDATE_ACTOR,
-    UPDATE_SFT,
-)
+from quadriga.workers import method_fields
 from quadriga.workers.runtime import (
     RankRuntime,
     SavedWorker,
@@ -163,7 +153,7 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         order = greedy_B.argsort(stable=True).argsort()
         return DataProto.concat(found).select_idxs(order)
 
-    @register(dispatch_mode=_ON_ACTOR, reads=COMPUTE_LOG_PROB.inputs)
+    @register(dispatch_mode=_ON_ACTOR, reads=method_fields.COMPUTE_LOG_PROB.inputs)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Compute `old_log_probs` and `entropys` [B, R] float32 with the actor's current weights.
 
@@ -175,7 +165,7 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
 
     @register(
         dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"),
-        reads=COMPUTE_REF_LOG_PROB.inputs,
+        reads=method_fields.COMPUTE_REF_LOG_PROB.inputs,
     )
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Compute `ref_log_prob` [B, R] float32 with the reference policy.
@@ -185,7 +175,7 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         outputs = self._forward("ref", data, temperature=self._temperature())
         return DataProto.from_dict(tensors={fields.REF_LOG_PROB: outputs[LOG_PROBS]})
 
-    @register(dispatch_mode=_ON_ACTOR, reads=UPDATE_ACTOR.inputs)
+    @register(dispatch_mode=_ON_ACTOR, reads=method_fields.UPDATE_ACTOR.inputs)
     def update_actor(self, data: DataProto) -> DataProto:
         """Minimise the policy loss: epochs × mini-batches, one optimizer step each.
 
@@ -292,7 +282,7 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         actor = self.config.actor
         engine = actor.engine if use == "actor" else self._ref_settings()
         return self._engine(use).forward(
-            {key: data.batch[key] for key in MODEL_INPUTS},
+            {key: data.batch[key] for key in method_fields.MODEL_INPUTS},
             temperature=temperature,
             entropy=entropy,
             micro_batch_size=engine.forward_rows(actor.ppo_micro_batch_size_per_gpu),
@@ -350,7 +340,7 @@ class InFlightWorker(ActorRolloutRefWorker):
 class SFTWorker(ActorRolloutRefWorker):
     """An actor that takes supervised steps, with a rollout if responses are validated."""
 
-    @register(dispatch_mode=_ON_ACTOR, reads=UPDATE_SFT.inputs)
+    @register(dispatch_mode=_ON_ACTOR, reads=method_fields.UPDATE_SFT.inputs)
     def update_sft(self, data: DataProto) -> DataProto:
         """Take one optimizer step on the mean of −log p over the response tokens of all ranks.
 
@@ -362,14 +352,14 @@ class SFTWorker(ActorRolloutRefWorker):
         from quadriga.workers.updates import BatchCounts, SupervisedObjective, rows_of_update
 
         engine = self._engine("actor")
-        rows = rows_of_update(data, UPDATE_SFT.reads)
+        rows = rows_of_update(data, method_fields.UPDATE_SFT.reads)
         objective = SupervisedObjective(counts=BatchCounts.of(rows[fields.RESPONSE_MASK], engine))
         metrics = engine.train_step(
             rows, objective, micro_batch_size=self.config.actor.ppo_micro_batch_size_per_gpu
         )
         return DataProto(meta_info={"metrics": {f"sft/{k}": v for k, v in metrics.items()}})
 
-    @register(dispatch_mode=_ON_ACTOR, reads=COMPUTE_SFT_LOG_PROB.inputs)
+    @register(dispatch_mode=_ON_ACTOR, reads=method_fields.COMPUTE_SFT_LOG_PROB.inputs)
     def compute_sft_log_prob(self, data: DataProto) -> DataProto:
         """Compute `old_log_probs` [B, R] float32 of given responses, for the validation loss.
 
@@ -506,7 +496,7 @@ def _continued(
     row, column = out.response_mask.nonzero(as_tuple=True)
     versions = out.weight_versions[:, None].expand_as(out.response_ids)
     new = out.response_ids, out.response_mask, out.rollout_log_probs, versions
-    for name, tensor in zip(BEGUN_RESPONSES, new, strict=True):
+    for name, tensor in zip(method_fields.BEGUN_RESPONSES, new, strict=True):
         begun[name][row, sampled[row] + column] = tensor[row, column]
     responses, mask, log_probs, versions = begun.values()
     whole = RolloutOutput(responses, mask, log_probs, out.finish_reason, versions[:, 0])
@@ -524,15 +514,16 @@ def _begun_responses(prompts: DataProto, sampling: SamplingParams) -> dict[str, 
     shape = len(prompts), sampling.max_new_tokens
     none = torch.zeros(shape, dtype=torch.int64)
     padding = torch.full_like(none, sampling.pad_token_id)
-    blank = dict(zip(BEGUN_RESPONSES, (padding, none, torch.zeros(shape), none), strict=True))
+    names = method_fields.BEGUN_RESPONSES
+    blank = dict(zip(names, (padding, none, torch.zeros(shape), none), strict=True))
     found = {name: prompts.batch[name] for name in blank if name in prompts.batch.keys()}  # noqa: SIM118
     for name, tensor in blank.items() if found else ():
         given = found.get(name)
         if given is None or (given.shape, given.dtype) != (tensor.shape, tensor.dtype):
             form = "is missing" if given is None else f"is {list(given.shape)} of {given.dtype}"
             raise FieldError(
-                f"generate_sequences: responses that go on need {', '.join(BEGUN_RESPONSES)} of "
-                f"[B, R] = {list(shape)}; {name!r} {form}, and must be {tensor.dtype}",
+                f"generate_sequences: responses that go on need {', '.join(names)} of [B, R] = "
+                f"{list(shape)}; {name!r} {form}, and must be {tensor.dtype}",
                 field=name,
             )
     known = none.bool()
@@ -544,13 +535,13 @@ def _begun_responses(prompts: DataProto, sampling: SamplingParams) -> dict[str, 
 def known_tokens(response_mask: Tensor, token_versions: Tensor) -> Tensor:
     """Return [B, R] int64, 1 at the tokens of responses: those of the policy, and those that an
     environment has answered."""
-    return response_mask | (token_versions <= OBSERVED).long()
+    return response_mask | (token_versions <= method_fields.OBSERVED).long()
 
 
 def context_numbers(response_mask: Tensor, token_versions: Tensor) -> Tensor:
     """Return [B, R] int64, the number of the context at the tokens of responses, from 1; 0 at
     padding."""
-    begun = (token_versions <= CONTEXT).long().cumsum(1)
+    begun = (token_versions <= method_fields.CONTEXT).long().cumsum(1)
     return known_tokens(response_mask, token_versions) * (begun + 1)
 
 

@@ -24,14 +24,7 @@ from quadriga.algorithms.kl import entropy_bonus, kl_loss
 from quadriga.algorithms.policy_losses import compute_policy_loss, get_policy_loss
 from quadriga.algorithms.tensors import require_finite
 from quadriga.algorithms.value_loss import value_loss
-from quadriga.config.schema import (
-    ActorConfig,
-    AggregationName,
-    CriticConfig,
-    Options,
-    PolicyLossConfig,
-    RolloutCorrectionConfig,
-)
+from quadriga.config import schema
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, SKIPPED_STEPS, VALUES, EntropyUse
 from quadriga.errors import FieldError, LengthError, NonFiniteError
 from quadriga.models.images import MultiModalRows
@@ -84,7 +77,7 @@ class BatchCounts:
         self,
         loss_BT: Tensor,
         mask_BT: Tensor,
-        mode: AggregationName,
+        mode: schema.AggregationName,
         length_scale: float | None = None,
     ) -> Tensor:
         """Return the share of a micro-batch in the loss of the mini-batch."""
@@ -98,7 +91,7 @@ class BatchCounts:
         )
 
 
-def skips_zero_advantages(config: ActorConfig) -> bool:
+def skips_zero_advantages(config: schema.ActorConfig) -> bool:
     """Return whether the update computes no rows whose advantages are all 0.
 
     Their loss and their gradient are 0 if the loss has no terms beside the policy's. They still
@@ -107,7 +100,7 @@ def skips_zero_advantages(config: ActorConfig) -> bool:
     return config.skip_zero_advantages is not False and not reads_zero_advantages(config)
 
 
-def reads_zero_advantages(config: ActorConfig) -> str:
+def reads_zero_advantages(config: schema.ActorConfig) -> str:
     """Return the settings with which a row whose advantages are all 0 has a gradient; "" if there
     are none."""
     if config.entropy_coeff != 0:
@@ -124,7 +117,7 @@ def mask_with_advantage(response_mask_BT: Tensor, advantages_BT: Tensor) -> Tens
     return response_mask_BT * kept_BT.ne(0).any(-1, keepdim=True).to(response_mask_BT.dtype)
 
 
-def entropy_use(config: ActorConfig, *, old_from_update: bool) -> EntropyUse:
+def entropy_use(config: schema.ActorConfig, *, old_from_update: bool) -> EntropyUse:
     """Return what the update of the actor needs of the entropies.
 
     `old_from_update`: see `PolicyObjective`.
@@ -172,10 +165,10 @@ class PolicyObjective(Objective):
     `mismatch_bound` in nats.
     """
 
-    config: ActorConfig
+    config: schema.ActorConfig
     old_from_update: bool = False
     mismatch_bound: float = 0.5
-    correction: RolloutCorrectionConfig | None = None
+    correction: schema.RolloutCorrectionConfig | None = None
 
     @property
     def reads_entropy(self) -> bool:
@@ -230,7 +223,7 @@ class PolicyObjective(Objective):
 
 
 def importance_weights(
-    config: RolloutCorrectionConfig | None, old: Tensor, rollout: Tensor, mask: Tensor
+    config: schema.RolloutCorrectionConfig | None, old: Tensor, rollout: Tensor, mask: Tensor
 ) -> ImportanceCorrection | None:
     """Return the importance correction that the settings ask for; None: none."""
     if config is None or config.level is None or config.level == "none":
@@ -241,7 +234,7 @@ def importance_weights(
     )  # fmt: skip
 
 
-def loss_settings(policy_loss: PolicyLossConfig) -> Options:
+def loss_settings(policy_loss: schema.PolicyLossConfig) -> schema.Options:
     """Return the clip settings, which every loss accepts, and the options of the chosen loss."""
     return {
         "clip_ratio_low": policy_loss.clip_ratio_low,
@@ -255,7 +248,7 @@ def loss_settings(policy_loss: PolicyLossConfig) -> Options:
 class ValueObjective(Objective):
     """Clipped squared error between values and returns."""
 
-    config: CriticConfig
+    config: schema.CriticConfig
 
     def loss(self, outputs: Outputs, micro: Mapping[str, Tensor], mask: Tensor) -> Tensor:
         value = value_loss(
@@ -283,7 +276,7 @@ _ROW = "row"  # number of a row of this rank, by which its images are found
 def update_policy(
     engine: TrainEngine,
     data: DataProto,
-    config: ActorConfig,
+    config: schema.ActorConfig,
     *,
     responses_per_prompt: int,
     temperature: float,
@@ -292,7 +285,7 @@ def update_policy(
     seed: int,
     reference: TrainEngine | None = None,
     mismatch_bound: float = 0.5,
-    correction: RolloutCorrectionConfig | None = None,
+    correction: schema.RolloutCorrectionConfig | None = None,
 ) -> DataProto:
     """Run the optimizer steps of the policy on the rows of this rank.
 
@@ -356,7 +349,7 @@ def _inputs_of_actor(data: DataProto) -> tuple[dict[str, Tensor], MultiModalRows
 
 
 def _rows_to_compute(
-    mini: dict[str, Tensor], images: MultiModalRows | None, config: ActorConfig
+    mini: dict[str, Tensor], images: MultiModalRows | None, config: schema.ActorConfig
 ) -> tuple[dict[str, Tensor], MultiModalRows | None]:
     """Return a mini-batch, with response mask 0 in the rows that need no computation, and its
     images, which are found among those of all rows."""
@@ -370,7 +363,7 @@ def _rows_to_compute(
 def update_values(
     engine: TrainEngine,
     data: DataProto,
-    config: CriticConfig,
+    config: schema.CriticConfig,
     *,
     responses_per_prompt: int,
     data_ranks: int,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ray
 
+from quadriga.backends.ray import cluster
 from quadriga.backends.ray.calls import (
     RayBatch,
     RayMethod,
@@ -20,14 +21,6 @@ from quadriga.backends.ray.calls import (
     pending_of,
     send_to_ranks,
     split_futures,
-)
-from quadriga.backends.ray.cluster import (
-    BESIDE,
-    RaySession,
-    ensure_ray,
-    is_last,
-    kill_actor,
-    refuse_ray_client,
 )
 from quadriga.backends.ray.health import cluster_lost, dead_ranks, died, end_own_processes
 from quadriga.backends.ray.keepers import keepers_of
@@ -140,7 +133,7 @@ class RayWorkerGroup(WorkerGroup):
         method_factory: MethodFactory = BoundMethod,
         binding: BindingPolicy = bind_all,
     ) -> None:
-        refuse_ray_client()
+        cluster.refuse_ray_client()
         check_timeouts("RayWorkerGroup", timeout=timeout, start_timeout=start_timeout)
         backend = backend or RayBackend()
         set_process_store(backend.store)
@@ -275,7 +268,7 @@ def _killed_after_an_error(started: Sequence[RankHandle]) -> Iterator[None]:
         yield
     except BaseException:
         for handle in started:
-            kill_actor(cast("RankActor", handle.native))
+            cluster.kill_actor(cast("RankActor", handle.native))
         raise
 
 
@@ -306,12 +299,12 @@ class RayBackend:
         are always cut out. "shards": whole shards are always fetched.
         """
         self.store = make_store(store)
-        self._session: RaySession | None = None
+        self._session: cluster.RaySession | None = None
         self._pools: list[RayResourcePool] = []
 
     def start(self, **options: Any) -> None:
         """Connect to Ray (see `ensure_ray`). `shutdown` ends what this started."""
-        self._session = ensure_ray(**options)
+        self._session = cluster.ensure_ray(**options)
         self.store = make_store(self.store)  # what the old one knows of a cluster is forgotten
 
     def shutdown(self) -> None:
@@ -329,7 +322,7 @@ class RayBackend:
             if self._session is not None:
                 stack.callback(self._session.close, lost=bool(lost))
             if ray.is_initialized() and not lost:
-                if is_last(self._session):
+                if cluster.is_last(self._session):
                     stack.callback(servers.stop)
                 for pool in reversed(pools):
                     if not pool.detached:
@@ -421,7 +414,7 @@ class RayBackend:
         def send(handle: RankHandle, *arguments: object) -> Ref:
             method = handle.methods.get(label)
             if method is None:
-                group = BESIDE if label in handle.facts.beside else None
+                group = cluster.BESIDE if label in handle.facts.beside else None
                 method = handle.methods[label] = RayMethod(handle.native, label, group)
             ref, apart = method.send(*arguments)
             fields.append(apart)

@@ -63,27 +63,8 @@ from typing import TYPE_CHECKING, NoReturn, TypeAlias, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
-from quadriga.backends.ray.health import (
-    DEAD,
-    SentCall,
-    cancelled,
-    cluster_lost,
-    died,
-    is_returned,
-    late,
-    lost_nodes,
-    places,
-)
+from quadriga.backends.ray import health, store
 from quadriga.backends.ray.pickling import BIG, RayShared, pickled_call, send_code_of_loaded_files
-from quadriga.backends.ray.store import (
-    RayHandle,
-    Result,
-    fetch,
-    is_future,
-    is_plain_batch,
-    opened,
-    packed_batch,
-)
 from quadriga.errors import CallTimeoutError, QuadrigaError, WorkerDiedError
 from quadriga.protocol.storage import PLAIN_TYPES, Handle, LocalHandle
 from quadriga.protocol.threads import PendingValue
@@ -115,7 +96,7 @@ IDLE_EVERY_S = 30.0
 
 
 @dataclass(eq=False)
-class RayBatch(SentCall):
+class RayBatch(health.SentCall):
     """The results of one submission, one per rank.
 
     Consumes: the references of the tasks. Waits for: every rank, the first failure, the deadline,
@@ -147,13 +128,15 @@ class RayBatch(SentCall):
     def raise_if_dropped(self) -> None:
         """Raise `WorkerMethodError` if one of the results was cancelled."""
         if self.dropped:
-            raise cancelled(self.label, self.handles[min(self.dropped)] if self.handles else None)
+            raise health.cancelled(
+                self.label, self.handles[min(self.dropped)] if self.handles else None
+            )
 
     def waits_for(self, handle: RankHandle) -> bool:
         """Return whether the result of that rank is missing: it runs, or its process has ended."""
         for ref, mine in zip(self.refs, self.handles, strict=True):
             if mine is handle and self.values is None:
-                return not is_returned(ref)
+                return not health.is_returned(ref)
         return False
 
     def keep(self, values: Iterable[object]) -> None:
@@ -164,7 +147,7 @@ class RayBatch(SentCall):
             if method is not None:
                 method.received(returned)
             fields = self.fields[i] if self.fields else ()
-            self.values.append(opened(returned, self.refs[i], fields))
+            self.values.append(store.opened(returned, self.refs[i], fields))
 
     def raise_failure(self, index: int, error: RayError) -> NoReturn:
         """Raise the failure that came first, of all that are known after a short grace.
@@ -174,7 +157,7 @@ class RayBatch(SentCall):
         if not self.handles:
             if isinstance(error, RayTaskError) and isinstance(error.cause, QuadrigaError):
                 raise error.cause from None
-            if isinstance(error, DEAD):
+            if isinstance(error, health.DEAD):
                 raise WorkerDiedError(
                     f"An argument is the result of {self.label}, whose process has ended."
                 ) from error
@@ -186,24 +169,27 @@ class RayBatch(SentCall):
         """Check deadline and nodes, and log what is waited for. Called once a slice."""
         if self.expires is not None and now >= self.expires and (stuck := self._unfinished()):
             if self.handles:
-                raise late(self.label, self.timeout, [self.handles[i] for i in stuck])
+                raise health.late(self.label, self.timeout, [self.handles[i] for i in stuck])
             raise CallTimeoutError(
                 f"An argument is the result of {self.label}, which exceeded its deadline."
             )
         self.raise_if_dropped()
         if self.handles and now - self._probed >= PROBE_S:
             self._probed = now
-            if cluster_lost():
-                raise died(self.handles[0], self.label, "")
-            lost = lost_nodes({handle.facts.node_id for handle in self.handles})
+            if health.cluster_lost():
+                raise health.died(self.handles[0], self.label, "")
+            lost = health.lost_nodes({handle.facts.node_id for handle in self.handles})
             for i in self._unfinished() if lost else ():
                 if self.handles[i].facts.node_id in lost:
-                    raise died(self.handles[i], self.label, "its node does not respond")
+                    raise health.died(self.handles[i], self.label, "its node does not respond")
         if self.handles and now - self._logged >= LOG_S:
             self._logged = now
             waited, running = now - self.started, [self.handles[i] for i in self._unfinished()]
             logger.warning(
-                "waiting for %s on rank(s) %s for %.0f s", self.label, places(running), waited
+                "waiting for %s on rank(s) %s for %.0f s",
+                self.label,
+                health.places(running),
+                waited,
             )
 
     def _unfinished(self) -> list[int]:
@@ -286,7 +272,7 @@ class RayPending(PendingValue):
         """Return whether the task, which has ended, has raised. Reads its result at most once."""
         if not self._returned:
             try:
-                fetch([self.ref], timeout=0)
+                store.fetch([self.ref], timeout=0)
             except GetTimeoutError:
                 pass  # a large result on another node: an error would be here
             except RayError:
@@ -411,7 +397,7 @@ def _read(
     `home`: where each reference belongs. Raises the failure of a reference.
     """
     try:
-        values.update(zip(refs, fetch(refs, timeout=0), strict=True))
+        values.update(zip(refs, store.fetch(refs, timeout=0), strict=True))
         return []
     except GetTimeoutError:
         if len(refs) == 1:
@@ -459,7 +445,10 @@ def split_futures(handles: Sequence[RankHandle], calls: Sequence[Call]) -> Seque
     if not calls[0].materialize:
         return calls
     futures = [
-        value for call in calls for value in (*call.args, *call.kwargs.values()) if is_future(value)
+        value
+        for call in calls
+        for value in (*call.args, *call.kwargs.values())
+        if store.is_future(value)
     ]
     receivers = Counter(map(_key, futures))
     many = {
@@ -474,7 +463,7 @@ def split_futures(handles: Sequence[RankHandle], calls: Sequence[Call]) -> Seque
     from quadriga.protocol.boundary import DataProtoFuture
 
     def part(value: object) -> object:
-        if is_future(value) and _key(value) in parts:
+        if store.is_future(value) and _key(value) in parts:
             return DataProtoFuture([parts[_key(value)][value.part.index]], the_value)
         return value
 
@@ -515,7 +504,7 @@ def _key(future: DataProtoFuture) -> _Key:
     return id(future.pending), (id(future.collect_fn), *split)
 
 
-_HANDLES = frozenset((RayHandle, LocalHandle))
+_HANDLES = frozenset((store.RayHandle, LocalHandle))
 """Handles that `_encoded_data` can write."""
 _SHORT = 1000
 """Length of a string that Python's pickler copies as fast as Ray's does."""
@@ -553,7 +542,7 @@ def send_to_ranks(
                 break
     if failure is not None:
         # Not under the lock: this waits for the ranks that have received the call.
-        received = SentCall(refs, handles[: len(refs)], calls[0].label, ranks)
+        received = health.SentCall(refs, handles[: len(refs)], calls[0].label, ranks)
         try:
             raise received.not_sent(*failure) from failure[1]
         finally:
@@ -587,7 +576,7 @@ class RayMethod:
 
     def received(self, returned: object) -> None:
         """Note how many returns the fields of a result fill: the most of all results so far."""
-        objects = returned.objects if isinstance(returned, Result) else 0
+        objects = returned.objects if isinstance(returned, store.Result) else 0
         if self.objects is None or objects > self.objects:
             self.objects = objects
 
@@ -606,7 +595,7 @@ def encode(call: Call, with_ticket: bool) -> object:
         return sent
     pickled = pickled_call(call)
     values = (*call.args, *call.kwargs.values())
-    fetched = with_ticket or any(packed_batch(value) is not None for value in values)
+    fetched = with_ticket or any(store.packed_batch(value) is not None for value in values)
     if fetched and pickled.nbytes > BIG:
         return RayShared(ray.put(pickled), pickled.label)
     return pickled
@@ -628,7 +617,7 @@ def _encoded_data(call: Call) -> bytes | tuple[bytes, list[Ref]] | None:
     size = 0
 
     def flat_handle(handle: Handle) -> tuple[object, ...]:
-        assert isinstance(handle, RayHandle)  # see `data_bytes`
+        assert isinstance(handle, store.RayHandle)  # see `data_bytes`
         at = numbers.get(id(handle.location))
         if at is None:
             at = numbers[id(handle.location)] = len(refs)
@@ -637,7 +626,7 @@ def _encoded_data(call: Call) -> bytes | tuple[bytes, list[Ref]] | None:
 
     values: list[object] = []
     for value in (*call.args, *call.kwargs.values()) if call.kwargs else call.args:
-        batch = packed_batch(value)
+        batch = store.packed_batch(value)
         if batch is None:
             if not is_plain(value):
                 return None
@@ -663,4 +652,4 @@ def is_plain(value: object) -> bool:
     """
     if type(value) in PLAIN_TYPES:
         return not isinstance(value, str | bytes) or len(value) < _SHORT
-    return is_plain_batch(value)
+    return store.is_plain_batch(value)

@@ -21,14 +21,7 @@ from transformers import PreTrainedModel
 from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.loading import simulated_model, tied_names
-from quadriga.engines.megatron.families import (
-    check_sizes,
-    degrees_of,
-    expert_count,
-    head_size,
-    megatron_model,
-    padded_vocabulary,
-)
+from quadriga.engines.megatron import families
 from quadriga.engines.memory import PassMemory, Rows, TrainingUse, count_pass
 from quadriga.engines.optimizers import MOMENTS
 from quadriga.models.log_probs import linear_log_probs
@@ -101,7 +94,7 @@ class _Planned:
         self.config = self.module.config.get_text_config()
         self.tensor, self.stages = engine.tensor_parallel_size, engine.pipeline_parallel_size
         self.chunks = engine.virtual_pipeline_parallel_size
-        check_sizes(self.config, engine, "engine")
+        families.check_sizes(self.config, engine, "engine")
 
     def states(self, stage: int) -> Bytes:
         """Return parameters, gradients and the optimizer's state of the first rank of a stage."""
@@ -111,8 +104,8 @@ class _Planned:
             for name, p in self.module.named_parameters()
             if name not in tied
         }
-        stored = megatron_model(self.config, weights, self.engine)
-        degrees = degrees_of(self.engine, self.use.ranks)
+        stored = families.megatron_model(self.config, weights, self.engine)
+        degrees = families.degrees_of(self.engine, self.use.ranks)
         one = degrees if degrees.spread > 1 else replace(degrees, replicas=1)
         layout = parallel_layout(stored, one)
         first = next(rank for rank in layout.ranks if one.place(rank).stage == stage)
@@ -139,7 +132,7 @@ class _Planned:
 
     def chunk_pass(self, rows: Rows, *, backward: bool) -> PassMemory:
         """Return the memory of one micro-batch in a chunk of layers."""
-        if expert_count(self.config):
+        if families.expert_count(self.config):
             return PassMemory(rows.count, problem=_EXPERTS)
         split, tensor = self.engine.sequence_parallel, self.tensor
         found = count_pass(
@@ -162,7 +155,7 @@ class _Planned:
         # times this half and the input of the layer beside what transformers has (measured).
         half = self.config.intermediate_size // tensor
         if backward:
-            kept = token * (half + 4 * head_size(self.config))
+            kept = token * (half + 4 * families.head_size(self.config))
             if not self.model.gradient_checkpointing:
                 kept *= self.config.num_hidden_layers // self.stages // self.chunks
                 saved += kept
@@ -176,11 +169,11 @@ class _Planned:
         """Return the layers of a chunk with the sizes of a tensor-parallel rank, on the meta
         device."""
         config = deepcopy(self.config)
-        config.head_dim = head_size(self.config)
+        config.head_dim = families.head_size(self.config)
         config.num_attention_heads //= tensor
         config.num_key_value_heads //= tensor
         config.intermediate_size //= tensor
-        config.vocab_size = padded_vocabulary(self.config, tensor) // tensor
+        config.vocab_size = families.padded_vocabulary(self.config, tensor) // tensor
         config.pad_token_id = None
         config.num_hidden_layers //= self.stages * self.chunks
         if getattr(config, "layer_types", None):

@@ -41,15 +41,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quadriga.engines.attention.kernels import AttentionRows, KernelOf, LocalMask, packed_attention
 from quadriga.engines.base import ENTROPY, LOG_PROBS, VALUES, HeadKind, Outputs
-from quadriga.engines.megatron.families import (
-    Family,
-    expert_count,
-    family_of,
-    head_size,
-    padded_vocabulary,
-    ranks_of_expert,
-    rope_type,
-)
+from quadriga.engines.megatron import families
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.micro_batches import TokenSlice
 from quadriga.engines.sequence_cost import model_shape
@@ -151,7 +143,7 @@ class PackedAttention(nn.Module):
 
 
 def block_parts(
-    config: PreTrainedConfig, family: Family, in_flight: RowsInFlight, layers: int
+    config: PreTrainedConfig, family: families.Family, in_flight: RowsInFlight, layers: int
 ) -> object:
     """Return what Megatron-core builds the layers of a stage from.
 
@@ -159,7 +151,7 @@ def block_parts(
         layers: of the stage.
     """
     spec = get_gpt_layer_local_spec(
-        num_experts=expert_count(config) or None,
+        num_experts=families.expert_count(config) or None,
         qk_layernorm=family.qk_norm,
         normalization="RMSNorm",
     )
@@ -223,8 +215,8 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         layers = config.num_hidden_layers // stages // chunks
         super().__init__(
             transformer,
-            block_parts(config, family_of(config), self.rows_in_flight, layers),
-            padded_vocabulary(config, ranks.degrees.tensor),
+            block_parts(config, families.family_of(config), self.rows_in_flight, layers),
+            families.padded_vocabulary(config, ranks.degrees.tensor),
             config.max_position_embeddings,
             pre_process=ranks.place.stage == 0 and chunk == 0,
             post_process=ranks.last_stage and chunk == chunks - 1,
@@ -303,11 +295,11 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
 
 def inverse_frequencies(config: PreTrainedConfig) -> Tensor:
     """Return the angle by which each pair of a head turns per position, float32."""
-    kind = rope_type(config)
+    kind = families.rope_type(config)
     if kind != "default":
         found: Tensor = ROPE_INIT_FUNCTIONS[kind](config)[0]
         return found
-    size = head_size(config)
+    size = families.head_size(config)
     base: float = config.rope_parameters["rope_theta"]
     return 1.0 / (base ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
 
@@ -320,7 +312,7 @@ def transformer_config(
     Args:
         recompute: whether the backward pass computes the activations of layers again.
     """
-    family = family_of(config)
+    family = families.family_of(config)
     degrees, engine = ranks.degrees, ranks.engine
     interleaved = ranks.chunks > 1
     return TransformerConfig(
@@ -329,7 +321,7 @@ def transformer_config(
         ffn_hidden_size=config.intermediate_size,
         num_attention_heads=config.num_attention_heads,
         num_query_groups=config.num_key_value_heads,
-        kv_channels=head_size(config),
+        kv_channels=families.head_size(config),
         normalization="RMSNorm",
         layernorm_epsilon=config.rms_norm_eps,
         qk_layernorm=family.qk_norm,
@@ -347,7 +339,7 @@ def transformer_config(
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
         expert_model_parallel_size=engine.expert_parallel_size,
-        expert_tensor_parallel_size=ranks_of_expert(engine),
+        expert_tensor_parallel_size=families.ranks_of_expert(engine),
         sequence_parallel=engine.sequence_parallel,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # ranks have different numbers of tokens
@@ -372,7 +364,7 @@ def transformer_config(
 
 def _of_experts(config: PreTrainedConfig) -> dict[str, Any]:
     """Return Megatron-core's settings of experts; none if the layers have no experts."""
-    experts, normalized = expert_count(config), family_of(config).normalized_top_k
+    experts, normalized = families.expert_count(config), families.family_of(config).normalized_top_k
     if not experts:
         return {}
     if normalized is None:

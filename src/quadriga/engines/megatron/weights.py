@@ -18,40 +18,18 @@ from transformers import PreTrainedConfig
 
 from quadriga.checkpoint.shards import Block
 from quadriga.config.schema import EngineConfig, ModelConfig
+from quadriga.engines import loading
 from quadriga.engines.attention.choice import kernels_of
 from quadriga.engines.attention.kernels import AttentionCall, KernelOf
 from quadriga.engines.base import HeadKind
-from quadriga.engines.loading import (
-    Counts,
-    check_finite_over_ranks,
-    empty_model,
-    export_model,
-    names_in_folder,
-    tied_names,
-)
 from quadriga.engines.megatron.families import family_of, head_size, megatron_model
 from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.errors import ModelError
 from quadriga.models.loading import check_reward_model, model_errors
 from quadriga.models.weights import TensorReader, count_not_finite
+from quadriga.parallel import layouts
 from quadriga.parallel.distributed import on_all_ranks, rank, world_size
-from quadriga.parallel.layouts import (
-    Box,
-    Degrees,
-    Layout,
-    Model,
-    Piece,
-    Place,
-    Stored,
-    StoredTensor,
-    Weight,
-    count,
-    parallel_layout,
-    shape_of,
-    slices,
-    whole,
-)
 
 ValueT = TypeVar("ValueT")
 
@@ -71,22 +49,22 @@ class Part:
     key: str
     weight: str
     shape: tuple[int, ...]
-    box: Box
-    pieces: tuple[Piece, ...]
+    box: layouts.Box
+    pieces: tuple[layouts.Piece, ...]
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return a copy of the part of a rank's tensor."""
-        values = tensor.new_empty(shape_of(self.box))
+        values = tensor.new_empty(layouts.shape_of(self.box))
         for piece in self.pieces:
-            values[self._within(piece)] = tensor[slices(piece.at)]
+            values[self._within(piece)] = tensor[layouts.slices(piece.at)]
         return values
 
     def write(self, values: Tensor, tensor: Tensor) -> None:
         """Copy `values` into the part of a rank's tensor."""
         for piece in self.pieces:
-            tensor[slices(piece.at)] = values[self._within(piece)].to(tensor.dtype)
+            tensor[layouts.slices(piece.at)] = values[self._within(piece)].to(tensor.dtype)
 
-    def _within(self, piece: Piece) -> tuple[slice, ...]:
+    def _within(self, piece: layouts.Piece) -> tuple[slice, ...]:
         return tuple(
             slice(start - first, stop - first)
             for (start, stop), (first, _) in zip(piece.box, self.box, strict=True)
@@ -126,7 +104,7 @@ class RankWeights:
         # Replicas have the same tensors, so the layout of one of them is enough.
         spread = ranks.degrees.spread > 1
         self._degrees = ranks.degrees if spread else replace(ranks.degrees, replicas=1)
-        self.layout: Layout = parallel_layout(model, self._degrees)
+        self.layout: layouts.Layout = layouts.parallel_layout(model, self._degrees)
         self._stored = {stored.name: stored for stored in model.stored}
         place = ranks.place
         own = _rank_of(self._degrees, place if spread else replace(place, replica=0))
@@ -137,7 +115,7 @@ class RankWeights:
         self.tensors = tuple(self._own_tensor(t, own) for t in self.layout.ranks[own])
         self._senders = self._find_senders()
 
-    def _own_tensor(self, tensor: StoredTensor, own: int) -> OwnTensor:
+    def _own_tensor(self, tensor: layouts.StoredTensor, own: int) -> OwnTensor:
         stored = self._stored[tensor.name]
         whole_expert = stored.expert is not None and self._degrees.spread > 1
         first = whole_expert or stored.split is not None or self.ranks.place.tensor == 0
@@ -163,7 +141,7 @@ class RankWeights:
         number = expert_replica if tensor.of_expert else self.ranks.replica_rank
         return tensor.counted and number == 0
 
-    def _local_name(self, stored: Stored) -> str:
+    def _local_name(self, stored: layouts.Stored) -> str:
         """Return the name of a tensor in the module of its stage, which numbers experts from 0, and
         layers from 0 over its chunks."""
         # 8 layers, 2 stages of 2 chunks: layers 2, 3, 6 and 7 of the model are 0 to 3 of stage 1.
@@ -177,10 +155,10 @@ class RankWeights:
             parts[place] = str(stored.expert % self._experts_per_rank)
         return ".".join(parts)
 
-    def _find_senders(self) -> dict[str, list[tuple[int, Box]]]:
+    def _find_senders(self) -> dict[str, list[tuple[int, layouts.Box]]]:
         """Return for each weight the boxes of which it consists, each with the rank that sends it:
         the first one that has it."""
-        found: dict[str, dict[Box, int]] = {name: {} for name in self.model.weights}
+        found: dict[str, dict[layouts.Box, int]] = {name: {} for name in self.model.weights}
         for number, tensors in self.layout.ranks.items():
             sender = _rank_of(self.ranks.degrees, self._degrees.place(number))
             for tensor in tensors:
@@ -190,7 +168,9 @@ class RankWeights:
             name: [(sender, box) for box, sender in boxes.items()] for name, boxes in found.items()
         }
 
-    def fill(self, read: Callable[[str, Box], Tensor], parameters: Mapping[str, Tensor]) -> None:
+    def fill(
+        self, read: Callable[[str, layouts.Box], Tensor], parameters: Mapping[str, Tensor]
+    ) -> None:
         """Set the parameters of this rank; padding becomes 0.
 
         Args:
@@ -236,7 +216,7 @@ class RankWeights:
 
     def _own_parts(
         self, parameters: Mapping[str, Tensor]
-    ) -> dict[tuple[str, Box], tuple[Part, Tensor]]:
+    ) -> dict[tuple[str, layouts.Box], tuple[Part, Tensor]]:
         """Return (weight, box) -> the part of this rank, and the tensor that has it."""
         return {
             (part.weight, part.box): (part, parameters[tensor.name].view(tensor.shape))
@@ -247,7 +227,7 @@ class RankWeights:
     def _whole(
         self,
         name: str,
-        own: Mapping[tuple[str, Box], tuple[Part, Tensor]],
+        own: Mapping[tuple[str, layouts.Box], tuple[Part, Tensor]],
         parameters: Mapping[str, Tensor],
     ) -> Tensor:
         full = next(iter(parameters.values())).new_empty(self.model.weights[name].shape)
@@ -256,10 +236,10 @@ class RankWeights:
                 part, tensor = own[name, box]
                 values = part.read(tensor)
             else:
-                values = full.new_empty(shape_of(box))
+                values = full.new_empty(layouts.shape_of(box))
             if world_size() > 1:
                 dist.broadcast(values, src=sender)
-            full[slices(box)] = values
+            full[layouts.slices(box)] = values
         return full
 
     def _with_tied(self, name: str, value: ValueT) -> Iterator[tuple[str, ValueT]]:
@@ -286,7 +266,7 @@ class RankWeights:
             tensor = tensors[own.name].view(own.shape)
             for part in own.parts:
                 if written is None:
-                    data, first = tensor.new_empty(shape_of(part.box)), False
+                    data, first = tensor.new_empty(layouts.shape_of(part.box)), False
                 elif first := written(own):
                     data = part.read(tensor)
                 else:
@@ -303,16 +283,18 @@ class RankWeights:
                     part.write(blocks[prefix + part.key].data, tensors[own.name].view(own.shape))
 
 
-def _rank_of(degrees: Degrees, place: Place) -> int:
+def _rank_of(degrees: layouts.Degrees, place: layouts.Place) -> int:
     """Return the rank with these coordinates; the inverse of `Degrees.place`."""
     rest = place.stage * degrees.replicas + place.replica
     return (rest * degrees.expert + place.expert) * degrees.tensor + place.tensor
 
 
-def _parts(model: Model, stored: Stored, tensor: StoredTensor) -> Iterator[Part]:
+def _parts(
+    model: layouts.Model, stored: layouts.Stored, tensor: layouts.StoredTensor
+) -> Iterator[Part]:
     """Yield what a rank's tensor has of each part of `stored`."""
     for index, name in enumerate(stored.weights):
-        full = whole(model.weights[name].shape)
+        full = layouts.whole(model.weights[name].shape)
         box = stored.boxes[index] if stored.boxes else full
         pieces = [
             piece for piece in tensor.pieces if piece.weight == name and _inside(piece.box, box)
@@ -324,13 +306,13 @@ def _parts(model: Model, stored: Stored, tensor: StoredTensor) -> Iterator[Part]
             (min(p.box[dim][0] for p in pieces), max(p.box[dim][1] for p in pieces))
             for dim in range(len(box))
         )
-        assert count(own) == sum(count(p.box) for p in pieces), (tensor.name, name)
+        assert layouts.count(own) == sum(layouts.count(p.box) for p in pieces), (tensor.name, name)
         # An expert's tensor has one or two boxes of the weights that hold all experts.
         key = name if stored.expert is None else f"{name}#{stored.expert}.{index}"
-        yield Part(key, name, shape_of(full), own, tuple(pieces))
+        yield Part(key, name, layouts.shape_of(full), own, tuple(pieces))
 
 
-def _inside(inner: Box, outer: Box) -> bool:
+def _inside(inner: layouts.Box, outer: layouts.Box) -> bool:
     return all(a >= c and b <= d for (a, b), (c, d) in zip(inner, outer, strict=True))
 
 
@@ -361,15 +343,16 @@ class FolderModel:
         if head == "score" and not trained:
             check_reward_model(settings.path, trust_remote_code=False)
         # On the meta device.
-        self._module = module = empty_model(settings, head, torch.float32, trained=False)
+        self._module = module = loading.empty_model(settings, head, torch.float32, trained=False)
         self.config: PreTrainedConfig = module.config.get_text_config()
         family_of(self.config)  # raises for an architecture that Megatron-core does not compute
         self.weights = {
-            name: Weight(name, tuple(p.shape), p.dtype) for name, p in module.named_parameters()
+            name: layouts.Weight(name, tuple(p.shape), p.dtype)
+            for name, p in module.named_parameters()
         }
-        self.tied = {n: first for first, names in tied_names(module).items() for n in names}
+        self.tied = {n: first for first, names in loading.tied_names(module).items() for n in names}
         with model_errors(folder, "model"):
-            names = names_in_folder(settings, module, head, trained=trained)
+            names = loading.names_in_folder(settings, module, head, trained=trained)
         if names.reason:
             raise ModelError(
                 f"the Megatron engine cannot read the weights in {folder}: {names.reason}; set "
@@ -386,12 +369,12 @@ class FolderModel:
         """
         folder = Path(self._settings.path)
 
-        def fill() -> Counts:
-            counts: Counts = {}
+        def fill() -> loading.Counts:
+            counts: loading.Counts = {}
             with model_errors(folder, "model"), TensorReader(folder) as reader:
 
-                def read(name: str, box: Box) -> Tensor:
-                    values = torch.zeros(shape_of(box))
+                def read(name: str, box: layouts.Box) -> Tensor:
+                    values = torch.zeros(layouts.shape_of(box))
                     if name in self._stored:
                         values = reader.read_box(self._stored[name], box)
                     counts[name, box] = count_not_finite(values)
@@ -400,7 +383,7 @@ class FolderModel:
                 weights.fill(read, parameters)
             return counts
 
-        check_finite_over_ranks(folder, on_all_ranks(fill))
+        loading.check_finite_over_ranks(folder, on_all_ranks(fill))
 
     def kernels(self, engine: EngineConfig, dtype: torch.dtype, device: torch.device) -> KernelOf:
         """Choose the kernels of attention.
@@ -428,4 +411,4 @@ class FolderModel:
 
         Raises `ModelError` if the tokenizer that the model was loaded with cannot be loaded.
         """
-        export_model(folder, weights, self._module, self._settings, self._head)
+        loading.export_model(folder, weights, self._module, self._settings, self._head)

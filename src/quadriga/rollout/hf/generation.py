@@ -24,14 +24,7 @@ from quadriga.models.images import MultiModalRows
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.base import Continued
-from quadriga.rollout.hf.kv_cache import (
-    JOINED,
-    RepeatedPrompts,
-    SharedPrompts,
-    growing_cache,
-    reorder_cache,
-    use_decode_attention,
-)
+from quadriga.rollout.hf import kv_cache
 from quadriga.rollout.responses import StopStrings, begun_responses
 
 COMPACT_BELOW = 0.9
@@ -180,7 +173,7 @@ def _inverse_cdf(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 # A micro-batch
 
-Caches = SharedPrompts | RepeatedPrompts
+Caches = kv_cache.SharedPrompts | kv_cache.RepeatedPrompts
 Key = tuple[int, bytes]
 """Of a row: its seed and all its token ids, of prompt and response. By it a call finds the cache of
 a row that was paused. The cache of a row that is not found is computed again."""
@@ -193,15 +186,15 @@ class CachedModel:
         self.module = module
         self.device = device
         self._parameters = set(inspect.signature(module.forward).parameters)
-        self.shares_prompts = use_decode_attention(module)
-        layers = growing_cache(module.config).layers
+        self.shares_prompts = kv_cache.use_decode_attention(module)
+        layers = kv_cache.growing_cache(module.config).layers
         mixes = architecture_of(module.config).prompts == "mixed lengths"
-        self.joins_rows = mixes and {type(layer).__name__ for layer in layers} <= {*JOINED}
+        self.joins_rows = mixes and {type(layer).__name__ for layer in layers} <= {*kv_cache.JOINED}
         """Whether rows of several caches can be continued together."""
 
-    def new_cache(self) -> SharedPrompts | RepeatedPrompts:
+    def new_cache(self) -> kv_cache.SharedPrompts | kv_cache.RepeatedPrompts:
         """Return an empty cache."""
-        kind = SharedPrompts if self.shares_prompts else RepeatedPrompts
+        kind = kv_cache.SharedPrompts if self.shares_prompts else kv_cache.RepeatedPrompts
         return kind(self.module)
 
     def forward(
@@ -470,14 +463,14 @@ def check_generation(cached: CachedModel) -> None:
 
 def _generate(cached: CachedModel, ids: Tensor) -> Tensor:
     """Return logits [tokens, V] of a row that is repeated, and then removed again."""
-    cache = growing_cache(cached.module.config)
+    cache = kv_cache.growing_cache(cached.module.config)
     logits = [cached.forward(cache, ids[:, :_PREFIX])]
-    reorder_cache(cache, torch.tensor([0, 0], device=ids.device))
+    kv_cache.reorder_cache(cache, torch.tensor([0, 0], device=ids.device))
     for t in range(_PREFIX, _TOKENS):
         rows = 1 if t > _PREFIX else 2
         logits.append(cached.forward(cache, ids[:, t : t + 1].expand(rows, 1))[-1:])
         if rows == 2:
-            reorder_cache(cache, torch.tensor([1], device=ids.device))
+            kv_cache.reorder_cache(cache, torch.tensor([1], device=ids.device))
     return torch.cat(logits)
 
 

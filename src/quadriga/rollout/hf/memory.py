@@ -11,14 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig
-from quadriga.models.memory import (
-    META,
-    AllocationCounter,
-    EngineMemory,
-    counted,
-    kernels_of,
-    stored_bytes,
-)
+from quadriga.models import memory
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.hf.generation import CachedModel, draw
 from quadriga.rollout.hf.kv_cache import (
@@ -34,22 +27,22 @@ from quadriga.rollout.memory import GenerationUse, rollout_on_meta
 
 def generation_memory(
     rollout: RolloutEngineConfig, model: ModelConfig, use: GenerationUse
-) -> EngineMemory:
+) -> memory.EngineMemory:
     """Return the weights, and the cache and buffers of the rows that are generated at once.
 
     Raises:
         ModelError: the folder has no config of a causal language model.
     """
     module = rollout_on_meta(rollout, model, use.device_type)
-    weights, adds, missing = stored_bytes(module.state_dict().values()), {}, ""
-    with torch.no_grad(), kernels_of(use.device_type):
-        found = counted(lambda: _simulate(module, use))
+    weights, adds, missing = memory.stored_bytes(module.state_dict().values()), {}, ""
+    with torch.no_grad(), memory.kernels_of(use.device_type):
+        found = memory.counted(lambda: _simulate(module, use))
     if isinstance(found, str):
         missing = f"KV cache and buffers ({found})"
     else:
         kept = found[0] * use.kept // use.count
         adds = {"KV cache": found[0] + kept, "buffers": found[1] - found[0]}
-    return EngineMemory(
+    return memory.EngineMemory(
         {"weights": weights}, {"generate": adds}, host=weights, loading=weights, missing=missing,
         shares_weights=True,
     )  # fmt: skip
@@ -57,9 +50,9 @@ def generation_memory(
 
 def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:
     """Return (bytes of the cache at the end, most bytes beside the weights)."""
-    model, counter = CachedModel(module, META), AllocationCounter()
+    model, counter = CachedModel(module, memory.META), memory.AllocationCounter()
     sampling = SamplingParams.of(replace(use.sampling, min_new_tokens=0), use.response)
-    with META, counter:
+    with memory.META, counter:
         # Token ids, log-probabilities, and the uniform numbers that sampling needs.
         outputs = torch.empty(use.count, use.response, 20, dtype=torch.uint8)
         numbers = torch.empty(use.count, dtype=torch.float64)
@@ -80,7 +73,7 @@ def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:
             return model.forward(cache.cache, token[:, None], positions, cache.arguments())
 
         logits = run(draw(logits, sampling, numbers, places)[0])
-        copied, held = _fill(cache, use), stored_bytes(list(cache_tensors(cache.cache)))
+        copied, held = _fill(cache, use), memory.stored_bytes(list(cache_tensors(cache.cache)))
         counter.peak = 0
         token = draw(logits, sampling, numbers, places)[0]
         sampled, counter.peak = counter.peak, 0

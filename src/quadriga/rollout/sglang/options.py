@@ -12,15 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from quadriga.config import schema
 from quadriga.config.convert import build
-from quadriga.config.schema import (
-    Count,
-    ModelConfig,
-    Options,
-    Positive,
-    RolloutEngineConfig,
-    SamplingConfig,
-)
 from quadriga.containment import code_runs
 from quadriga.errors import ConfigError
 from quadriga.rollout import ROLLOUT_KEY, Rollout, refuse_untested
@@ -94,15 +87,15 @@ class SGLangOptions:
     url: str | None = None
     api_key: str | None = None
     python: str | None = None
-    tensor_parallel: Count = 1
+    tensor_parallel: schema.Count = 1
     seeds: bool = False
-    request_rows: Count = 32
-    bucket_mb: Count = 256
-    start_timeout_s: Positive = 600.0
-    call_timeout_s: Positive = 300.0
-    generate_timeout_s: Positive = 1800.0
+    request_rows: schema.Count = 32
+    bucket_mb: schema.Count = 256
+    start_timeout_s: schema.Positive = 600.0
+    call_timeout_s: schema.Positive = 300.0
+    generate_timeout_s: schema.Positive = 1800.0
     untested_version: bool = False
-    server_args: Options = field(default_factory=dict)
+    server_args: schema.Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.url is not None:
@@ -145,7 +138,7 @@ class SGLang(Rollout):
     engine = "quadriga.rollout.sglang.engine:SGLangRollout"
     continues = in_flight = file_names = True
 
-    def __init__(self, settings: RolloutEngineConfig) -> None:
+    def __init__(self, settings: schema.RolloutEngineConfig) -> None:
         super().__init__(settings)
         if "restarts" in settings.options:
             raise ConfigError(
@@ -198,7 +191,7 @@ class SGLang(Rollout):
                 key="actor_rollout_ref.rollout.take_turns",
             )
 
-    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+    def memory(self, model: schema.ModelConfig, use: GenerationUse) -> EngineMemory:
         from quadriga.models.memory import EngineMemory
         from quadriga.rollout.memory import reserved_memory
 
@@ -215,7 +208,7 @@ class SGLang(Rollout):
             processes=processes,
         )  # fmt: skip
 
-    def not_reproduced(self, sampling: SamplingConfig) -> str:
+    def not_reproduced(self, sampling: schema.SamplingConfig) -> str:
         if sampling.temperature > 0 and not self.options.seeds:
             return (
                 "SGLang draws other random numbers in each run; with rollout.options.seeds=true "

@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Ge, Gt, Le
 
+from quadriga.config import schema
 from quadriga.config.convert import build
-from quadriga.config.schema import (
-    Count,
-    LoraConfig,
-    ModelConfig,
-    Options,
-    RolloutEngineConfig,
-    SamplingConfig,
-)
 from quadriga.errors import ConfigError, ModelError, RolloutAbilityError
 from quadriga.rollout import ROLLOUT_KEY, Rollout, refuse_untested
 from quadriga.rollout.abilities import ALL_SETTINGS
@@ -67,9 +60,9 @@ class VLLMOptions:
     """
 
     # tokens of prompt and response together; None: the context window of the model
-    max_model_len: Count | None = None
+    max_model_len: schema.Count | None = None
     # MiB of key-value cache; None: 1024 on a CPU, and on a GPU what gpu_memory_utilization leaves
-    kv_cache_mb: Count | None = None
+    kv_cache_mb: schema.Count | None = None
     # share of the GPU's memory for weights and key-value cache, beside the training engine's
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
     # compute without CUDA graphs and compilation; None: on a CPU
@@ -77,7 +70,7 @@ class VLLMOptions:
     # keep the key-value cache of prompts for later requests, until the weights change
     enable_prefix_caching: bool = True
     # ranks that hold one copy of the weights together, and generate the same rows
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: schema.Count = 1
     # with take_turns, on a GPU: 1: weights are in host memory while the actor trains; 2: they are
     # dropped, and the next weight sync sends them again
     sleep_level: Annotated[int, Ge(1), Le(2)] = 1
@@ -87,7 +80,7 @@ class VLLMOptions:
     # accept a version of vLLM that has not been tested
     untested_version: bool = False
     # further arguments of vLLM's EngineArgs
-    engine_args: Options = field(default_factory=dict)
+    engine_args: schema.Options = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         own = sorted(OWN_ARGUMENTS & self.engine_args.keys())
@@ -103,7 +96,7 @@ class VLLM(Rollout):
     engine = "quadriga.rollout.vllm.engine:VLLMRollout"
     continues = in_flight = file_names = True
 
-    def __init__(self, settings: RolloutEngineConfig) -> None:
+    def __init__(self, settings: schema.RolloutEngineConfig) -> None:
         super().__init__(settings)
         self.options = build(VLLMOptions, settings.options, f"{ROLLOUT_KEY}.options for vllm: ")
 
@@ -126,7 +119,7 @@ class VLLM(Rollout):
                 f"without {ROLLOUT_KEY}.take_turns=true; set it, or remove sleep_level",
             )
 
-    def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
+    def memory(self, model: schema.ModelConfig, use: GenerationUse) -> EngineMemory:
         from quadriga.rollout.memory import reserved_memory
 
         options, ranks = self.options, self.options.tensor_parallel_size
@@ -138,11 +131,11 @@ class VLLM(Rollout):
         found = reserved_memory(self.settings, model, use, limit, ranks=ranks, in_mib=in_mib)
         return found if options.sleep_level == 1 else replace(found, host=0)
 
-    def check_sampling(self, sampling: SamplingConfig) -> None:
+    def check_sampling(self, sampling: schema.SamplingConfig) -> None:
         check_temperature(sampling.temperature)
         super().check_sampling(sampling)
 
-    def check_model(self, model: ModelConfig, device_type: str | None) -> None:
+    def check_model(self, model: schema.ModelConfig, device_type: str | None) -> None:
         super().check_model(model, device_type)
         from quadriga.models.folder import local_folder
         from quadriga.models.loading import read_config
@@ -160,7 +153,7 @@ class VLLM(Rollout):
                 path=model.path,
             )
 
-    def check_window(self, model: ModelConfig, longest: LongestSequence) -> None:
+    def check_window(self, model: schema.ModelConfig, longest: LongestSequence) -> None:
         from quadriga.models.limits import window_of
 
         found = window_of(model)
@@ -173,7 +166,7 @@ class VLLM(Rollout):
                 key=key,
             )
 
-    def loads_adapters(self, lora: LoraConfig) -> bool:
+    def loads_adapters(self, lora: schema.LoraConfig) -> bool:
         fits = lora.rank is None or lora.rank <= ADAPTER_RANKS[-1]
         return self.options.tensor_parallel_size == 1 and fits
 

@@ -10,15 +10,9 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from quadriga.config import schema
 from quadriga.config.commands import GenerationConfig, RMConfig, SFTConfig
 from quadriga.config.role_ranks import has_reward_model, reference_engine
-from quadriga.config.schema import (
-    EngineConfig,
-    ModelConfig,
-    RolloutEngineConfig,
-    SamplingConfig,
-    TrainConfig,
-)
 from quadriga.errors import ConfigError
 from quadriga.models.images import image_tokens
 from quadriga.models.limits import (
@@ -52,7 +46,7 @@ _IMAGES = {
 
 
 def check_training_data(
-    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[Prompts]
+    config: schema.TrainConfig, tokenizer: PreTrainedTokenizerBase, datasets: Sequence[Prompts]
 ) -> None:
     """Check that the prompts of `quadriga train`, with the longest response, fit the models.
 
@@ -120,7 +114,7 @@ def check_generation_data(
     rollout_of(config.rollout).check_window(config.model, longest)
 
 
-def _check_sampled(key: str, sampling: SamplingConfig, model: ModelConfig) -> None:
+def _check_sampled(key: str, sampling: schema.SamplingConfig, model: schema.ModelConfig) -> None:
     check_stop_tokens(f"{key}.stop_token_ids", sampling.stop_token_ids, model)
 
 
@@ -142,7 +136,7 @@ def longest_with_response(
 
 
 def check_model_inputs(
-    model: ModelConfig,
+    model: schema.ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     longest: LongestSequence,
     datasets: Sequence[Prompts | SFTDataset | PairDataset],
@@ -158,7 +152,7 @@ def check_model_inputs(
 
 
 def _check_scored(
-    config: TrainConfig,
+    config: schema.TrainConfig,
     tokenizer: PreTrainedTokenizerBase,
     trained: LongestSequence,
     datasets: Sequence[Prompts],
@@ -199,7 +193,7 @@ def _check_scored(
     check_context_window(model, longest)
 
 
-def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence) -> None:
+def check_token_budget(key: str, engine: schema.EngineConfig, longest: LongestSequence) -> None:
     """Check that the longest sequence fits a micro-batch that is cut by tokens.
 
     A sequence is never split, so a longer one would exceed the memory that the budget is for.
@@ -220,7 +214,7 @@ def check_token_budget(key: str, engine: EngineConfig, longest: LongestSequence)
         )
 
 
-def _engines(config: TrainConfig) -> Iterator[tuple[str, EngineConfig]]:
+def _engines(config: schema.TrainConfig) -> Iterator[tuple[str, schema.EngineConfig]]:
     """Yield (key, settings) of the training engines that cut micro-batches of their own."""
     yield "actor_rollout_ref.actor.engine", config.actor_rollout_ref.actor.engine
     # KL over the vocabulary computes the reference in the micro-batches of the actor.
@@ -230,13 +224,13 @@ def _engines(config: TrainConfig) -> Iterator[tuple[str, EngineConfig]]:
         yield "critic.engine", config.critic.engine
 
 
-def check_images_supported(config: TrainConfig | GenerationConfig) -> None:
+def check_images_supported(config: schema.TrainConfig | GenerationConfig) -> None:
     """Check, if the model takes images, that every role of a run or a generation can.
 
     Raises:
         ConfigError: one cannot. Names the setting.
     """
-    if isinstance(config, TrainConfig):
+    if isinstance(config, schema.TrainConfig):
         model, problems = config.actor_rollout_ref.model, _text_only(config)
     else:
         model = config.model
@@ -245,7 +239,7 @@ def check_images_supported(config: TrainConfig | GenerationConfig) -> None:
         refuse(config, problems)
 
 
-def _text_only(config: TrainConfig) -> Problems:
+def _text_only(config: schema.TrainConfig) -> Problems:
     policy = config.actor_rollout_ref
     but = f"computes text only, but the model in {policy.model.path} takes images"
     yield from _text_rollout("actor_rollout_ref.rollout.name", policy.rollout, policy.model.path)
@@ -259,7 +253,7 @@ def _text_only(config: TrainConfig) -> Problems:
         yield "reward_model.enable", f"{but}; score by rules, and set it to false"
 
 
-def _text_rollout(key: str, rollout: RolloutEngineConfig, path: str) -> Problems:
+def _text_rollout(key: str, rollout: schema.RolloutEngineConfig, path: str) -> Problems:
     if not rollout_of(rollout).computes_images:
         but = f"computes text only, but the model in {path} takes images"
         yield key, f"{but}; set it to {REFERENCE}"

@@ -6,14 +6,7 @@ the user can add, engines and devices, sizes and tokens of models, every row of 
 
 from collections.abc import Iterable, Iterator
 
-from quadriga.config.commands import (
-    EvalConfig,
-    GenerationConfig,
-    RMConfig,
-    RMDataConfig,
-    SFTConfig,
-    SFTDataConfig,
-)
+from quadriga.config import commands
 from quadriga.config.convert import check_values
 from quadriga.config.paths import PROGRAM, is_remote
 from quadriga.config.schema import ModelConfig, RewardConfig, TrainConfig
@@ -27,7 +20,7 @@ from quadriga.observability.trackers import check_packages
 from quadriga.rewards.functions import load_reward_function
 from quadriga.trainer.checks.settings import check_against_each_other
 
-AnyConfig = TrainConfig | SFTConfig | RMConfig | GenerationConfig
+AnyConfig = TrainConfig | commands.SFTConfig | commands.RMConfig | commands.GenerationConfig
 
 
 def check_early(config: object, *, complete: bool = True) -> None:
@@ -44,9 +37,9 @@ def check_early(config: object, *, complete: bool = True) -> None:
     if not isinstance(config, AnyConfig):
         return
     check_values(config)
-    if complete or not isinstance(config, EvalConfig):
+    if complete or not isinstance(config, commands.EvalConfig):
         check_against_each_other(config)
-    trains = complete and not isinstance(config, GenerationConfig)
+    trains = complete and not isinstance(config, commands.GenerationConfig)
     for setting, files, columns in _data(config):
         check_files(files, setting, needed=trains and setting.endswith("train_files"))
         near = [file for file in files if columns and not is_remote(file)]
@@ -54,9 +47,9 @@ def check_early(config: object, *, complete: bool = True) -> None:
             row = next(read_pieces(file)).rows[0]
             for column in columns:
                 row.at(column)
-    if isinstance(config, TrainConfig | SFTConfig | EvalConfig):
+    if isinstance(config, TrainConfig | commands.SFTConfig | commands.EvalConfig):
         _check_reward_files(config.reward)
-    if not isinstance(config, GenerationConfig):
+    if not isinstance(config, commands.GenerationConfig):
         callbacks = config.trainer.callbacks
         check_files((str(callback_file(one)) for one in callbacks), "trainer.callbacks")
         check_packages(config.trainer.loggers if complete else ())
@@ -73,16 +66,16 @@ def _check_models(config: AnyConfig, *, needed: bool) -> None:
 
 def _data(config: AnyConfig) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yield setting, files, and the columns that each row of them has."""
-    if isinstance(config, GenerationConfig):
+    if isinstance(config, commands.GenerationConfig):
         yield "data_files", config.data_files, [config.prompt_key]
-        if isinstance(config, EvalConfig):
+        if isinstance(config, commands.EvalConfig):
             yield "response_files", config.response_files, [config.response_key]
         return
     data = config.data
     columns, val = [data.prompt_key], [data.prompt_key]
-    if isinstance(data, RMDataConfig):
+    if isinstance(data, commands.RMDataConfig):
         columns = val = [data.chosen_key, data.rejected_key]
-    elif isinstance(data, SFTDataConfig):
+    elif isinstance(data, commands.SFTDataConfig):
         columns = [data.messages_key] if data.messages_key else [data.prompt_key, data.response_key]
         val = columns[:1]
     elif data.dataset.path is not None:  # it decides which columns there are
@@ -94,7 +87,7 @@ def _data(config: AnyConfig) -> Iterator[tuple[str, list[str], list[str]]]:
 def _models(config: AnyConfig) -> Iterator[tuple[str, ModelConfig, bool]]:
     """Yield section, settings, and whether its tokenizer is read."""
     if not isinstance(config, TrainConfig):
-        if not (isinstance(config, EvalConfig) and config.response_files):
+        if not (isinstance(config, commands.EvalConfig) and config.response_files):
             yield "model", config.model, True
         return
     yield "actor_rollout_ref.model", config.actor_rollout_ref.model, True

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from quadriga.config import schema
 from quadriga.config.commands import GenerationConfig, RanksConfig, RMConfig, SFTConfig
 from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import (
@@ -35,15 +36,6 @@ from quadriga.config.role_ranks import (
     has_replicas,
     role_pools,
     trainer_settings,
-)
-from quadriga.config.schema import (
-    EngineConfig,
-    MachineConfig,
-    ModelConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
 )
 from quadriga.data.conversations import PairLengths
 from quadriga.engines import engine_memory, kind_of
@@ -99,7 +91,7 @@ class PoolMemory:
     engines: Mapping[str, EngineMemory]
     settings: Mapping[str, RoleEngine]
     generation: EngineMemory | None = None
-    rollout: RolloutConfig = RolloutConfig()  # noqa: RUF009  # frozen
+    rollout: schema.RolloutConfig = schema.RolloutConfig()  # noqa: RUF009  # frozen
     rollout_key: str = ""
     full_kl: bool = False
     copies: int = 0
@@ -381,7 +373,7 @@ class MemoryPlan:
 # The plan of each command.
 
 
-def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
+def train_plan(config: schema.TrainConfig, device_type: str) -> MemoryPlan:
     """Return the memory of a run of `quadriga train` whose settings were checked.
 
     Raises:
@@ -415,7 +407,7 @@ def train_plan(config: TrainConfig, device_type: str) -> MemoryPlan:
     return MemoryPlan(device_type, tuple(pools), config.trainer.n_gpus_per_node, tuple(uncounted))
 
 
-def state_copies(trainer: RunConfig) -> int:
+def state_copies(trainer: schema.RunConfig) -> int:
     """Return how many copies of its trained states a rank has in host memory."""
     saves_between = trainer.save_freq > 0 or trainer.save_interval_s is not None
     kept = _SNAPSHOT_COPIES if trainer.snapshot_freq else 0
@@ -425,17 +417,17 @@ def state_copies(trainer: RunConfig) -> int:
 def _engine_memory(
     found: RoleEngine, ranks: int, device_type: str, update: Rows | None, evaluate: Rows | None
 ) -> EngineMemory:
-    optim = found.optim or OptimConfig()
+    optim = found.optim or schema.OptimConfig()
     use = TrainingUse(found.head, ranks, device_type, update, evaluate, optim)
     return engine_memory(found.model, found.engine, use)
 
 
-def _uncounted_images(model: ModelConfig) -> list[str]:
+def _uncounted_images(model: schema.ModelConfig) -> list[str]:
     takes = model.path and image_tokens(model)
     return ["activations of the image encoder, whose parameters are counted"] if takes else []
 
 
-def update_rows(config: TrainConfig, role: str) -> Rows | None:
+def update_rows(config: schema.TrainConfig, role: str) -> Rows | None:
     """Return the rows of a rank in an optimizer step of a role; None if it is not trained."""
     plan, actor = batch_plan(config), config.actor_rollout_ref.actor
     if role == CRITIC:
@@ -448,7 +440,9 @@ def update_rows(config: TrainConfig, role: str) -> Rows | None:
     return replace(rows, entropy=entropy_use(actor, old_from_update=in_update))
 
 
-def evaluated_rows(config: TrainConfig, role: str, engine: EngineConfig, ranks: int) -> Rows | None:
+def evaluated_rows(
+    config: schema.TrainConfig, role: str, engine: schema.EngineConfig, ranks: int
+) -> Rows | None:
     """Return the rows of a rank in a pass of a role without gradients; None if it has none."""
     actor = config.actor_rollout_ref.actor
     base = base_is_in_actor(config) and needs_reference(config)
@@ -467,7 +461,7 @@ def evaluated_rows(config: TrainConfig, role: str, engine: EngineConfig, ranks: 
     return replace(rows, entropy="value") if own_pass else rows
 
 
-def _rows(config: TrainConfig, count: int, micro_batch: int | None) -> Rows:
+def _rows(config: schema.TrainConfig, count: int, micro_batch: int | None) -> Rows:
     data, samples = config.data, config.actor_rollout_ref.rollout.n
     # Rows of one prompt are neighbours only if their group is on one rank.
     shared = max(1, min(samples, count)) if config.trainer.balance_groups else 1
@@ -476,7 +470,7 @@ def _rows(config: TrainConfig, count: int, micro_batch: int | None) -> Rows:
     )
 
 
-def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> EngineMemory:
+def _train_generation(config: schema.TrainConfig, ranks: int, device_type: str) -> EngineMemory:
     """Return the memory of the batch that needs most: of training or of validation."""
     policy, data = config.actor_rollout_ref, config.data
     rollout, limit = policy.rollout, device_limit(config.trainer, device_type)
@@ -508,7 +502,7 @@ def _train_generation(config: TrainConfig, ranks: int, device_type: str) -> Engi
     return most
 
 
-def _one_pool(trainer: MachineConfig, *roles: str) -> RolePool:
+def _one_pool(trainer: schema.MachineConfig, *roles: str) -> RolePool:
     return RolePool(roles, tuple(range(trainer.ranks)), (trainer.n_gpus_per_node,) * trainer.nnodes)
 
 
@@ -537,7 +531,7 @@ def sft_plan(
         count, size = rows * engine.model_parallel_size, engine.forward_rows(size)
         evaluate = sft_rows(engine, evaluated, count, size)
     actor = _engine_memory(fine_tuning_engine(config), ranks, device_type, update, evaluate)
-    generation, rollout = None, RolloutConfig(dtype=engine.dtype)
+    generation, rollout = None, schema.RolloutConfig(dtype=engine.dtype)
     if prompts is not None:
         count = min(rollout.micro_batch_size, math.ceil(len(prompts) / ranks))
         generated = GenerationUse(
@@ -553,7 +547,7 @@ def sft_plan(
 
 
 def sft_rows(
-    engine: EngineConfig, lengths: ConversationLengths, count: int, micro_batch: int | None
+    engine: schema.EngineConfig, lengths: ConversationLengths, count: int, micro_batch: int | None
 ) -> Rows:
     """Return rows of the length of the longest, with as many targets as a micro-batch can have."""
     # Two rows of 900 + 100 and 10 + 950 tokens are planned as two of 50 + 950. If a budget of 3000
@@ -603,7 +597,7 @@ def generation_plan(
         device_type, limit[0] if limit else None,
     )  # fmt: skip
     generation = rollout_of(config.rollout).memory(config.model, use)
-    rollout = RolloutConfig(micro_batch_size=config.rollout.micro_batch_size)
+    rollout = schema.RolloutConfig(micro_batch_size=config.rollout.micro_batch_size)
     pool = _one_pool(trainer, ROLLOUT)
     table = PoolMemory(pool, device_type, {}, {}, generation, rollout, "rollout")
     uncounted = tuple(_uncounted_images(config.model))
@@ -626,7 +620,7 @@ def generated_rows(config: GenerationConfig, prompts: PromptDataset | None) -> t
 # The table, and the refusal of a run that does not fit.
 
 
-def device_limit(trainer: RunConfig, device_type: str) -> tuple[int, str] | None:
+def device_limit(trainer: schema.RunConfig, device_type: str) -> tuple[int, str] | None:
     """Return the bytes that ranks can use, and what says so; None: not known on this machine.
 
     On an accelerator the bytes are those of one rank, on a CPU of all ranks of a node.
@@ -644,7 +638,7 @@ def device_limit(trainer: RunConfig, device_type: str) -> tuple[int, str] | None
 
 
 _COMMANDS: dict[type, tuple[Callable[..., MemoryPlan], str]] = {
-    TrainConfig: (train_plan, "plan"),
+    schema.TrainConfig: (train_plan, "plan"),
     SFTConfig: (sft_plan, "plan sft"),
     RMConfig: (rm_plan, "plan rm"),
     GenerationConfig: (generation_plan, "plan generate"),
@@ -660,7 +654,7 @@ class RunMemory:
     """
 
     def __init__(
-        self, config: TrainConfig | SFTConfig | RMConfig | GenerationConfig, *data: object
+        self, config: schema.TrainConfig | SFTConfig | RMConfig | GenerationConfig, *data: object
     ) -> None:
         self._config, self._data, ranks = config, data, config.trainer
         self._trainer = trainer_settings(ranks) if isinstance(ranks, RanksConfig) else ranks

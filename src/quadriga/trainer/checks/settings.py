@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.registry import table_parameters
+from quadriga.config import role_ranks
 from quadriga.config.commands import (
     EvalConfig,
     GenerateConfig,
@@ -25,17 +26,6 @@ from quadriga.config.commands import (
 )
 from quadriga.config.convert import as_written, check_choice, check_values
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.role_ranks import (
-    REWARD_MODEL,
-    RolePool,
-    added_keys,
-    data_ranks,
-    has_replicas,
-    has_reward_model,
-    num_ranks,
-    reference_engine,
-    role_pools,
-)
 from quadriga.config.schema import (
     AgentConfig,
     EngineConfig,
@@ -118,15 +108,15 @@ def role_engines(config: TrainConfig) -> Iterator[RoleEngine]:
     policy, actor, critic = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.critic
     yield RoleEngine("actor", f"{ACTOR}.engine", actor.engine, policy.model, actor.optim)
     if needs_reference(config):
-        yield RoleEngine("ref", *reference_engine(config), policy.model.frozen())
+        yield RoleEngine("ref", *role_ranks.reference_engine(config), policy.model.frozen())
     if needs_critic(config):
         own = critic.model.path or critic.model.lora.enabled or critic.model.freeze
         named = "critic.model" if own else "actor_rollout_ref.model"
         model, optim = critic_model(config), critic.optim
         yield RoleEngine("critic", "critic.engine", critic.engine, model, optim, named, "value")
-    if has_reward_model(config):
-        key, engine, model = REWARD_MODEL, config.reward_model.engine, config.reward_model.model
-        yield RoleEngine(key, f"{key}.engine", engine, model, None, f"{key}.model", "score")
+    if role_ranks.has_reward_model(config):
+        key, rm = role_ranks.REWARD_MODEL, config.reward_model
+        yield RoleEngine(key, f"{key}.engine", rm.engine, rm.model, None, f"{key}.model", "score")
 
 
 def fine_tuning_engine(config: SFTConfig | RMConfig) -> RoleEngine:
@@ -145,7 +135,7 @@ def check_role_engines(config: TrainConfig) -> None:
     engines = {found.role: found for found in role_engines(config)}
     for found in engines.values():
         _check_engine(found, config.trainer)
-    for pool in role_pools(config, uses_of_run(config)):
+    for pool in role_ranks.role_pools(config, uses_of_run(config)):
         shared = [found for role, found in engines.items() if role in pool.roles]
         refuse(config, _unequal_degrees(shared))
     plan, actor, critic = batch_plan(config), config.actor_rollout_ref.actor, config.critic
@@ -343,7 +333,7 @@ def check_train_settings(config: TrainConfig) -> None:
     refuse(config, _placement(config))
     for found in role_engines(config):
         check_choice(f"{found.key}.name", found.engine.name, sorted(ENGINES))
-        refuse(config, engine_problems(found, num_ranks(config, found.role)))
+        refuse(config, engine_problems(found, role_ranks.num_ranks(config, found.role)))
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
@@ -403,12 +393,12 @@ def _placement(config: TrainConfig) -> Problems:
     """Yield ranks that do not fit: of the local backend, and of roles that must share processes."""
     roles = uses_of_run(config)
     for role in roles:
-        if role != "rollout" and role not in added_keys(config):
+        if role != "rollout" and role not in role_ranks.added_keys(config):
             yield from _local_ranks(config, role)
-    yield from _shared_ranks(config, role_pools(config, roles))
+    yield from _shared_ranks(config, role_ranks.role_pools(config, roles))
 
 
-def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
+def _shared_ranks(config: TrainConfig, pools: Sequence[role_ranks.RolePool]) -> Problems:
     """Yield settings that need two roles in one process, or one role by itself."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
 
@@ -428,7 +418,7 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
             "remove placement.rollout, or set it to false",
         )
     beside = [role for pool in pools if "rollout" in pool.roles for role in pool.roles[:2]]
-    if has_replicas(config) and beside != ["rollout"]:
+    if role_ranks.has_replicas(config) and beside != ["rollout"]:
         other = next(role for role in beside if role != "rollout")
         yield (
             f"{ROLLOUT}.replicas.enable" if rollout.replicas.enable else STALENESS,
@@ -436,13 +426,13 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[RolePool]) -> Problems:
             f"{other}; set placement.rollout and placement.{other} to different ranks",
         )
     else:
-        ranks, enabled = num_ranks(config, "rollout"), has_replicas(config)
+        ranks, enabled = role_ranks.num_ranks(config, "rollout"), role_ranks.has_replicas(config)
         key, backend = f"{ROLLOUT}.replicas", config.trainer.backend
         yield from _elastic(key, rollout, enabled, backend, ranks or 0)
     refused = {
         "trainer.backend=local": config.trainer.backend == "local",
         f"{ROLLOUT}.replicas.enable=true": rollout.replicas.enable,
-        f"{STALENESS}={config.trainer.max_staleness}": has_replicas(config),
+        f"{STALENESS}={config.trainer.max_staleness}": role_ranks.has_replicas(config),
     }
     for setting, is_set in refused.items():
         if rollout.weight_transport == "collective" and is_set:
@@ -487,7 +477,7 @@ def _local_ranks(config: TrainConfig | SFTConfig | RMConfig, role: str) -> Probl
 
 
 def _reward_model(config: TrainConfig) -> Problems:
-    if not has_reward_model(config):
+    if not role_ranks.has_reward_model(config):
         return
     if not config.reward_model.model.path:
         yield (
@@ -568,7 +558,7 @@ def _batches(config: TrainConfig) -> Problems:
                 f"does not divide data.train_batch_size={prompts} ({prompts} = {prompts // size} × "
                 f"{size} + {prompts % size}); both count prompts over all ranks",
             )
-        if size * n % data_ranks(config, role):
+        if size * n % role_ranks.data_ranks(config, role):
             yield (
                 key,
                 f"× rollout.n = {size} × {n} = {size * n} sequences do not divide over "
@@ -634,7 +624,7 @@ def _full_kl(config: TrainConfig) -> Problems:
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.kl_loss_type"
     if not actor.reads_full_kl:
         return
-    ref_key, ref = reference_engine(config)
+    ref_key, ref = role_ranks.reference_engine(config)
     for name in ("name", "model_parallel_size"):
         one, other = getattr(actor.engine, name), getattr(ref, name)
         if one != other:
@@ -684,7 +674,7 @@ def _agent(config: TrainConfig) -> Problems:
         return
     if config.reward.path is not None or config.reward.parts:
         yield "reward", "is not called, because the environment scores; remove it, or agent.path"
-    if has_reward_model(config):
+    if role_ranks.has_reward_model(config):
         yield "reward_model.enable", "scores one turn; set it to false"
     if (agent.max_turn_tokens or 0) > (most := config.data.max_response_length):
         yield "agent.max_turn_tokens", f"is above data.max_response_length={most}; lower it"
@@ -694,7 +684,7 @@ def _weights_in_flight(config: TrainConfig) -> Problems:
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.update"
     if rollout.update != "in_flight":
         return
-    if not has_replicas(config):
+    if not role_ranks.has_replicas(config):
         yield key, "needs placement.rollout, ranks of its own; set that, or update=pause"
     elif rollout.replicas.elastic:
         yield key, "keeps replicas.elastic from adding replicas; set it to pause"
@@ -741,7 +731,7 @@ def run_length_problems(config: TrainConfig, total_steps: int) -> Problems:
 def _ranks_of(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> tuple[int, int]:
     """Return the number of ranks of a role, and that of its data-parallel ranks."""
     if isinstance(config, TrainConfig):
-        return num_ranks(config, role), data_ranks(config, role)
+        return role_ranks.num_ranks(config, role), role_ranks.data_ranks(config, role)
     ranks = config.trainer.ranks
     return ranks, ranks // config.engine.model_parallel_size
 

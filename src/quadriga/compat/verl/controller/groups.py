@@ -26,17 +26,7 @@ from quadriga.backends.ray import (
 from quadriga.backends.ray.cluster import ensure_ray
 from quadriga.backends.ray.pool import alive_nodes, sort_by_node_address
 from quadriga.backends.ray.start import RayColocatedClass, classes_of
-from quadriga.compat.verl.controller.decorator import (
-    PADDING,
-    Columns,
-    attributes_of,
-    collect_later,
-    columns_of,
-    get_predefined_execute_fn,
-    inline_functions,
-    parts_of,
-    without_padding,
-)
+from quadriga.compat.verl.controller import decorator
 from quadriga.compat.verl.controller.references import (
     actor_method,
     stored,
@@ -70,7 +60,7 @@ FunctorFactory: TypeAlias = Callable[..., Functor]
 def func_generator(
     self: object,
     method_name: str,
-    dispatch_fn: Callable[..., Columns],
+    dispatch_fn: Callable[..., decorator.Columns],
     collect_fn: Callable[..., object],
     execute_fn: Callable[..., Any],  # references of Ray, or what a group of the user's returns
     blocking: bool,
@@ -89,14 +79,14 @@ def func_generator(
 
     def call(functor: object, *args: object, **kwargs: object) -> object:
         split_args, split_kwargs = dispatch_fn(self, *args, **kwargs)
-        padding = cast(int, split_kwargs.pop(PADDING, 0))
+        padding = cast(int, split_kwargs.pop(decorator.PADDING, 0))
         output = execute_fn(method_name, *split_args, **split_kwargs)
         if blocking:
             ranks: RankSet | None = getattr(self, "_ranks", None)  # not in a group of one's own
             refs = output if isinstance(output, list) else [output]
             values = values_of(refs, ranks.timeout if ranks else None, method_name)
             output = values if isinstance(output, list) else values[0]
-        return without_padding(collect_fn(self, output), padding)
+        return decorator.without_padding(collect_fn(self, output), padding)
 
     functor: Functor = type(method_name, (), {"__call__": call})()
     return functor
@@ -129,7 +119,7 @@ class ModeOfMethod:
         """Whether one rank executes and receives the arguments as they are."""
         return self.execute.single or self.dispatch.ranks is not None
 
-    def dispatch_fn(self, group: GroupInfo, *args: object, **kwargs: object) -> Columns:
+    def dispatch_fn(self, group: GroupInfo, *args: object, **kwargs: object) -> decorator.Columns:
         """Split the arguments of a call into the columns of its execute function."""
         if self.role is not None:
             group = cast(single_controller.WorkerGroup, group)._role_view(self.role)
@@ -140,10 +130,10 @@ class ModeOfMethod:
         view.ranks = every if given else ranks(view)
         self.views[threading.get_ident()] = view
         mode = Dispatch.members.get(self.dispatch.name, self.dispatch)
-        columns = columns_of(view, mode, args, kwargs)
+        columns = decorator.columns_of(view, mode, args, kwargs)
         if given or (self.execute == Execute["ALL"] and not self.on_one_rank):
             return columns
-        parts = parts_of(view, mode, columns)
+        parts = decorator.parts_of(view, mode, columns)
         if self.on_one_rank:
             return parts[0]
         split_args, split_kwargs = columns
@@ -158,17 +148,19 @@ class ModeOfMethod:
         if view is None:
             view = GroupView(group, range(group.world_size), self.label, self.on_one_rank)
         mode = Dispatch.members.get(self.dispatch.name, self.dispatch)
-        return collect_later(mode.collect_fn, view, output)
+        return decorator.collect_later(mode.collect_fn, view, output)
 
 
 def mode_of(method: object, label: str) -> tuple[ModeOfMethod, bool] | None:
     """Return the mode of a registered function and whether its calls wait; None if unregistered."""
-    record = attributes_of(method)
+    record = decorator.attributes_of(method)
     if record is None:
         return None
     mode: DispatchMode | Mapping[str, Any] = record["dispatch_mode"]  # a program's own dict
     dispatch = (
-        mode if isinstance(mode, DispatchMode) else inline_dispatch_mode(inline_functions(mode))
+        mode
+        if isinstance(mode, DispatchMode)
+        else inline_dispatch_mode(decorator.inline_functions(mode))
     )
     return ModeOfMethod(label, dispatch, record["execute_mode"]), bool(record["blocking"])
 
@@ -267,7 +259,7 @@ class WorkerGroup(metaclass=_IsGroup):
     def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
         """Return the function of this group that runs calls of a mode."""
         execute = Execute["RANK_ZERO"] if mode.dispatch.ranks else mode.execute
-        name = get_predefined_execute_fn(execute)["execute_fn_name"]
+        name = decorator.get_predefined_execute_fn(execute)["execute_fn_name"]
         function: Callable[..., object] | None = getattr(self, name, None)
         if function is None:
             raise DispatchError(
@@ -568,10 +560,10 @@ class RayWorkerGroup(GroupOfReferences, WorkerGroup):
         self, view: GroupView, mode: DispatchMode, args: Arguments, kwargs: KeywordArguments
     ) -> list[Part]:
         """Return the arguments of each executing rank, as verl's execute functions send them."""
-        return parts_of(view, mode, columns_of(view, mode, args, kwargs))
+        return decorator.parts_of(view, mode, decorator.columns_of(view, mode, args, kwargs))
 
     def _execute_function(self, mode: ModeOfMethod, method: str) -> Callable[..., object]:
-        name = get_predefined_execute_fn(mode.execute)["execute_fn_name"]
+        name = decorator.get_predefined_execute_fn(mode.execute)["execute_fn_name"]
         known = isinstance(mode.execute.ranks, NotGiven) or hasattr(type(self), name)
         if known or mode.dispatch.ranks:
             return super()._execute_function(mode, method)
