@@ -388,7 +388,7 @@ class RankHost:
         boundary = boundary_for((value,))
         if boundary is None:
             return copied(value) if self._in_process else value
-        origin = boundary.Origin(
+        origin = boundary.storage.Origin(
             role=call.role, rank=self.place.rank, method=call.method, node=self.node
         )
         return boundary.pack_result(value, origin, store)
