@@ -263,6 +263,13 @@ BAD = {
     "type": ({"reward": 5}, r"'int' must be a function, got int: 5"),
     "twice": ({"reward": [missing, missing]}, r"two rewards are named 'missing'; name them"),
     "weights": ({"reward_weights": {"a": 1}}, r"reward_weights\['a'\]: there is no such reward"),
+    "heavy": (
+        {"reward": {"a": one_argument}, "reward_weights": {"a": "big"}},
+        r"parts\.a\.weight must be a number, got the text 'big'",
+    ),
+    "swapped": ({"reward": ROWS, "data": one_argument}, r"'dict' must be a function, got dict: "),
+    "none": ({"reward": []}, r"'list' must be a function, got list: \[\]"),
+    "surrogate": ({"data": [{"prompt": "a\ud83d"}]}, r"train, row 0: .* surrogates not allowed"),
     "unnamed": ({"reward_weights": [1, 2]}, r"expected weights by name, .* got \[1, 2\]"),
     "column": (
         {"reward": missing},
@@ -298,6 +305,12 @@ def test_bad_input_is_one_line_and_leaves_nothing(model, case, tmp_path):
         GRPO(**given).train()
     assert "\n" not in str(caught.value)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("completion", [None, 3, [{"role": "assistant"}]])
+def test_a_completion_that_is_no_text_is_named(model, completion):
+    with pytest.raises(InputError, match=r"^train, row 0: each message of 'messages' must be"):
+        SFT(model, [{"prompt": "a", "completion": completion}], steps=1).train()
 
 
 def test_model_objects_that_ranks_cannot_read_are_refused(model):

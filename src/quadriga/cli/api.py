@@ -181,9 +181,18 @@ def inputs_of(folder: Path) -> Iterator[Path]:
             shutil.rmtree(inputs, ignore_errors=True)
             with suppress(OSError):  # the folder holds something else
                 folder.rmdir()
-            own = "|".join(re.escape(str(path)) for path in (inputs.absolute(), inputs))
-            error.args = (re.sub(rf"({own})/(\w+)-\w+\.jsonl", r"\2", str(error)),)
+            if isinstance(error, DataError):
+                own = "|".join(re.escape(str(path)) for path in (inputs.absolute(), inputs))
+                error.args = (re.sub(rf"({own})/(\w+)-\w+\.jsonl", r"\2", str(error)),)
         raise
+
+
+def _name_of(reward: Any) -> str:
+    """Return the name of a reward. Raises `InputError` if it is no function, and no file."""
+    name = str(getattr(reward, "__name__", type(reward).__name__))
+    if not isinstance(reward, str | Path):
+        form_of(reward, repr(name))
+    return name
 
 
 def with_reward(
@@ -208,15 +217,12 @@ def with_reward(
         functions[name] = value
         return {"path": PROGRAM, "name": name}
 
-    def name_of(value: Any) -> str:
-        return str(getattr(value, "__name__", type(value).__name__))
-
     if isinstance(reward, list | tuple):
-        names = [name_of(value) for value in reward]
+        names = [_name_of(value) for value in reward]
         if twice := [name for name in names if names.count(name) > 1]:
             text = f"two rewards are named {twice[0]!r}; name them: reward={{'first': f, …}}"
             raise ConfigError(text, key="reward")
-        reward = dict(zip(names, reward, strict=True))
+        reward = dict(zip(names, reward, strict=True)) or reward
     named = reward if isinstance(reward, Mapping) else {}
     if not isinstance(weights, Mapping | None):
         text = f"reward_weights: expected weights by name, as {{'first': 0.5}}, got {weights!r}"
@@ -226,12 +232,10 @@ def with_reward(
         text = f"reward_weights[{unknown[0]!r}]: there is no such reward; there are {has}"
         raise ConfigError(text, key="reward_weights")
     if not named:
-        return _merged(values, {"reward": source(reward, name_of(reward))})
-    weights = weights or {}
-    parts = {
-        name: {**source(value, name), "weight": float(weights.get(name, 1.0))}
-        for name, value in named.items()
-    }
+        return _merged(values, {"reward": source(reward, _name_of(reward))})
+    given = {**dict.fromkeys(named, 1.0), **(weights or {})}
+    plain = {k: float(w) if hasattr(w, "__float__") else w for k, w in given.items()}
+    parts = {name: {**source(value, name), "weight": plain[name]} for name, value in named.items()}
     return _merged(values, {"reward": {"parts": parts}})
 
 
@@ -287,10 +291,11 @@ def data_files(
             for key, value in change(row).items()
         }
         try:
-            lines.append(json.dumps(plain, ensure_ascii=False, allow_nan=False, default=_plain))
+            line = json.dumps(plain, ensure_ascii=False, allow_nan=False, default=_plain)
+            lines.append(f"{line}\n".encode())
         except (TypeError, ValueError) as error:
             raise DataError(f"{name}, row {number}: {error}", row=number) from None
-    text = "".join(f"{line}\n" for line in lines).encode()
+    text = b"".join(lines)
     path = folder / f"{name}-{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
@@ -661,7 +666,9 @@ class SFT(_FineTuning):
         if "messages" in row or not {"prompt", "completion"} <= row.keys():
             return row
         prompt, completion = (
-            [{"role": role, "content": row[key]}] if isinstance(row[key], str) else list(row[key])
+            list(row[key])
+            if hasattr(row[key], "__iter__") and not isinstance(row[key], str)
+            else [{"role": role, "content": row[key]}]
             for key, role in (("prompt", "user"), ("completion", "assistant"))
         )
         return {**row, "messages": prompt + completion}

@@ -224,7 +224,8 @@ class Restarts:
             PlacementError: the nodes cannot hold the ranks.
         """
         if "console" in self.trainer.loggers:
-            what = f"{config.trainer.ranks} ranks, trainer.backend={self.trainer.backend}"
+            many = "s" if config.trainer.ranks > 1 else ""
+            what = f"{config.trainer.ranks} rank{many}, trainer.backend={self.trainer.backend}"
             RunConsole(0).note(f"starting the processes and loading the models: {what}")
         since = time.monotonic()
         while True:
