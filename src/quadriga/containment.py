@@ -5,6 +5,7 @@ import ctypes
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -259,3 +260,19 @@ def reap(worker: int) -> int | None:
             if found[0] == worker:
                 status = found[1]
     return status
+
+
+def start_program(module: str, connection: int, arguments: list[str]) -> subprocess.Popen[bytes]:
+    """Start a module of the package as a program that gets a file descriptor, whose number is its
+    first argument."""
+    return subprocess.Popen(
+        # -P: files in the working directory are no modules, unless they are for this process.
+        [sys.executable, "-P", "-m", module, str(connection), *arguments],
+        pass_fds=[connection],
+        stdin=subprocess.DEVNULL,
+        # What a function prints goes to standard error: standard output is the run's own.
+        stdout=sys.__stderr__ if sys.__stderr__ else subprocess.DEVNULL,
+        # The processes score in parallel, so more threads in each would compete for the CPUs.
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    )

@@ -36,7 +36,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from quadriga.agents.environments import Action, EnvironmentRef, Message
-from quadriga.rewards.pool import PoolProcess, kill_all
+from quadriga.rewards.pool import PoolProcess, Start, kill_all, start_here
 
 Status = Literal["observed", "done", "raised", "timed_out", "crashed"]
 FAILURES: tuple[Status, ...] = ("raised", "timed_out", "crashed")
@@ -157,6 +157,7 @@ class EpisodePool:
         timeout_s: deadline of one call.
         memory_gb: GiB that a process can allocate; None: no limit.
         tells_chat: answers have the whole conversation.
+        start: starts a process, here or on another node.
     """
 
     def __init__(
@@ -166,7 +167,9 @@ class EpisodePool:
         timeout_s: float = 60.0,
         memory_gb: float | None = None,
         tells_chat: bool = False,
+        start: Start = start_here,
     ) -> None:
+        self._start = start
         self.environment = environment
         self._tells_chat = tells_chat
         self.timeout_s = timeout_s
@@ -271,7 +274,8 @@ class EpisodePool:
         shared = [host for host in self._hosts if not host.alone]
         if not alone and len(shared) >= self._count:
             return min(shared, key=lambda host: len(host.episodes))
-        host = _Host(PoolProcess(self._memory_gb, "quadriga.agents.pool_worker"), alone)
+        program = "quadriga.agents.pool_worker"
+        host = _Host(PoolProcess(self._memory_gb, program, self._start), alone)
         self._all.append(host.process)
         self._hosts.append(host)
         return host

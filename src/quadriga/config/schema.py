@@ -451,6 +451,7 @@ class AgentConfig(PathSettings):
     max_turn_tokens: Count | None = None
     concurrency: Count = 256  # episodes at once
     processes: Count = 2  # that host the environments
+    spread: bool = False  # these processes are on all nodes of the Ray cluster in turn
     step_timeout_s: Positive = 60.0  # deadline of one call of an environment
     # GiB that one of these processes can allocate; None: no limit
     process_memory_gb: Annotated[float, Ge(0.25)] | None = 8.0

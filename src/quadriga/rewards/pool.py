@@ -46,12 +46,14 @@ import sys
 import time
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Protocol
 
 from pydantic import TypeAdapter
 
+from quadriga.containment import start_program
 from quadriga.errors import RewardError, WorkerDiedError
 from quadriga.rewards.functions import CRASHED, TIMED_OUT, FunctionRef, Outcome, Sample
 
@@ -244,6 +246,32 @@ _LATE_S = 2.0  # time for a process to report samples that have exceeded their d
 _MAX_REPORT = 1 << 24  # bytes of a report; `functions` bounds its parts to less
 
 
+class Program(Protocol):
+    """A program that was started, as `subprocess.Popen`."""
+
+    pid: int
+    returncode: int | None
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def wait(self, timeout: float) -> int:
+        """Return its exit code. May raise `subprocess.TimeoutExpired`."""
+
+
+Start = Callable[[str, list[str]], tuple[Connection, Program]]
+"""Starts a module as a program with a connection, whose number is its first argument."""
+
+
+def start_here(program: str, arguments: list[str]) -> tuple[Connection, Program]:
+    """Start a program on this machine."""
+    ours, theirs = Pipe()
+    popen = start_program(program, theirs.fileno(), arguments)
+    # The process holds the only copy of its end now, so its death closes the pipe.
+    theirs.close()
+    return ours, popen
+
+
 class PoolProcess:
     """One process: idle, or busy with sample `number` until `deadline`. It is ready for samples.
 
@@ -260,31 +288,20 @@ class PoolProcess:
     """
 
     def __init__(
-        self, memory_gb: float | None, program: str = "quadriga.rewards.pool_worker"
+        self,
+        memory_gb: float | None,
+        program: str = "quadriga.rewards.pool_worker",
+        start: Start = start_here,
     ) -> None:
-        self.connection, theirs = Pipe()
+        megabytes = round(memory_gb * 1024) if memory_gb else 0
+        folders = [os.path.abspath(path) for path in sys.path]
+        self.connection, self.popen = start(program, [str(megabytes), *folders])
         # A process that stops reading or writing in the middle of a message must not block the
         # pool: the kernel ends such a call with an error.
         with socket.socket(fileno=os.dup(self.connection.fileno())) as ours:
             limits = {socket.SO_SNDTIMEO: _SEND_S, socket.SO_RCVTIMEO: _RECEIVE_S}
             for option, seconds in limits.items():
                 ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
-        megabytes = round(memory_gb * 1024) if memory_gb else 0
-        # -P: files in the working directory are no modules, unless they are for this process.
-        command = [sys.executable, "-P", "-m", program]
-        folders = [os.path.abspath(path) for path in sys.path]
-        self.popen = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(megabytes), *folders],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            # What a function prints goes to standard error: standard output is the run's own.
-            stdout=sys.__stderr__ if sys.__stderr__ else subprocess.DEVNULL,
-            # The processes score in parallel, so more threads in each would compete for the CPUs.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        # The process holds the only copy of its end now, so its death closes the pipe.
-        theirs.close()
         self.process = -1
         self.busy = False
         self.usable = True

@@ -22,6 +22,7 @@ from quadriga.config.schema import AgentConfig, TrainConfig
 from quadriga.containment import code_runs
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto, fields
+from quadriga.rewards.pool import start_here
 from quadriga.streams.episodes import Episodes, turn_spans
 from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
@@ -48,10 +49,11 @@ def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Ep
     ref = EnvironmentRef(agent.path, agent.name, agent.options)
     ref, tools = with_tools(ref, lambda: call_format(tokenizer))
     turns = Turns(tokenizer, data.chat_template_kwargs, tools)
-    template = agent.history == "template"
-    pool = EpisodePool(
-        ref.loaded(), agent.processes, agent.step_timeout_s, agent.process_memory_gb, template
-    )
+    template, start = agent.history == "template", start_here
+    if agent.spread:
+        from quadriga.backends.ray.processes import start_on_a_node as start
+    bounds = agent.processes, agent.step_timeout_s, agent.process_memory_gb
+    pool = EpisodePool(ref.loaded(), *bounds, template, start)
     return Episodes(
         pool, turns, data.max_response_length, agent.max_turns, agent.max_turn_tokens,
         agent.concurrency,

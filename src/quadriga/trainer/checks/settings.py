@@ -676,6 +676,8 @@ def _agent(config: TrainConfig) -> Problems:
         yield "reward", "is not called, because the environment scores; remove it, or agent.path"
     if role_ranks.has_reward_model(config):
         yield "reward_model.enable", "scores one turn; set it to false"
+    if agent.spread and config.trainer.backend != "ray":
+        yield "agent.spread", "needs the nodes of trainer.backend=ray; set it to false"
     if (agent.max_turn_tokens or 0) > (most := config.data.max_response_length):
         yield "agent.max_turn_tokens", f"is above data.max_response_length={most}; lower it"
 

@@ -1,0 +1,81 @@
+"""Programs on nodes of a Ray cluster: they host environments as the processes of this node do."""
+
+import socket
+import threading
+import time
+from contextlib import closing
+
+import psutil
+import pytest
+
+from quadriga.agents.environments import Action, EnvironmentRef
+from quadriga.agents.pool import EpisodePool
+from quadriga.backends.ray import processes
+from quadriga.errors import WorkerDiedError
+from quadriga.rewards.pool import PoolProcess
+
+ENVIRONMENT = """
+import os, signal, time
+
+class Environment:
+    def reset(self, row):
+        self.row = row
+
+    def step(self, action):
+        if self.row.get("dies"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(100 if self.row.get("hangs") else 0)
+        return str(os.getpid())
+"""
+
+
+@pytest.fixture
+def pool(ray_backend, tmp_path):
+    (tmp_path / "environment.py").write_text(ENVIRONMENT)
+    ref = EnvironmentRef(str(tmp_path / "environment.py"), "Environment", {}).loaded()
+    with closing(EpisodePool(ref, 2, 2.0, start=processes.start_on_a_node)) as pool:
+        yield pool
+
+
+def play(pool, rows):
+    for number, row in enumerate(rows):
+        pool.play(number, row, [Action("one", 1)])
+    found, until = {}, time.monotonic() + 100
+    while len(found) < len(rows) and time.monotonic() < until:
+        pool.wait(1.0)
+        found |= {answer.episode: answer for answer in pool.answers()}
+    return [found[number] for number in range(len(rows))]
+
+
+def test_environments_are_hosted_and_end(pool):
+    answers = play(pool, [{}] * 4)
+    hosts = {int(answer.messages[0]["content"]) for answer in answers}
+    assert len(hosts) == 2
+    (parent,) = {psutil.Process(pid).parent().ppid() for pid in hosts}
+    assert "NodePrograms" in " ".join(psutil.Process(parent).cmdline())
+    pool.close()
+    assert not psutil.wait_procs([psutil.Process(p) for p in hosts if psutil.pid_exists(p)], 10)[1]
+
+
+def test_a_call_that_hangs_or_dies_costs_its_episode(pool):
+    answers = play(pool, [{}, {"dies": True}, {"hangs": True}, {}])
+    assert [answer.status for answer in answers] == ["observed", "crashed", "timed_out", "observed"]
+
+
+def test_a_program_that_ends_at_its_start_is_named(ray_backend):
+    with pytest.raises(WorkerDiedError, match=r"no\.module ended at its start, exit code 1"):
+        PoolProcess(None, "no.module", processes.start_on_a_node)
+
+
+def test_a_connection_without_the_token_is_closed():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        strangers = [socket.create_connection(server.getsockname()) for _ in range(2)]
+        strangers[0].sendall(b"t" * 8)
+        strangers[1].close()
+        own = socket.create_connection(server.getsockname())
+        threading.Timer(0.1, own.sendall, [b"token678"]).start()
+        with processes._accepted(server, b"token678") as found, own:
+            found.send_bytes(b"hello")
+            assert own.recv(9)[-5:] == b"hello"
+        assert strangers[0].recv(1) == b""
+        strangers[0].close()
