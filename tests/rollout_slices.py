@@ -30,3 +30,27 @@ def in_slices(engine, prompts, sampling, at_most, keep, between=lambda call: Non
         between(call)
         call += 1
     return found
+
+
+def in_turns(engine, prompts, sampling, at_most, keep, count):
+    """The tokens and log-probabilities of `count` turns of each prompt, with one to three tokens of
+    an observation behind each; a row waits for a call or two, or for none."""
+    rows, log_probs = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+    due, left, call = [0] * len(rows), [count] * len(rows), -1
+    while any(left):
+        call += 1
+        if not (own := [i for i, at in enumerate(due) if at <= call and left[i]]):
+            continue
+        ids, mask = pad_rows([rows[i] for i in own], 0, 50, "left")
+        sampled = torch.tensor([len(rows[i]) - len(prompts[i]) for i in own])
+        continued = Continued(sampled, at_most, keep, keep_ended=True)
+        out = engine.generate(ids, mask, sampling, torch.tensor(own), continued=continued)
+        for place, i in enumerate(own):
+            new = out.response_mask[place].bool()
+            rows[i] += out.response_ids[place, new].tolist()
+            log_probs[i] += out.rollout_log_probs[place, new].tolist()
+            if out.finish_reason[place] != "paused":
+                left[i], due[i] = left[i] - 1, call + 1 + i % 3
+                rows[i] += [7, 8, 9][: 1 + (i + left[i]) % 3]
+                left[i] *= len(rows[i]) - len(prompts[i]) < sampling.max_new_tokens - 5
+    return rows, log_probs

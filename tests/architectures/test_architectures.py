@@ -1,6 +1,7 @@
 """Every architecture in `models/architectures.py` against the naive loop, or refused by name."""
 
 import json
+from dataclasses import replace
 
 import naive_loop
 import pytest
@@ -22,7 +23,7 @@ from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.workers.actor_rollout_ref import generate_batch
 from quadriga.workers.method_fields import BEGUN_RESPONSES
-from rollout_slices import in_slices
+from rollout_slices import in_slices, in_turns
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -132,6 +133,12 @@ def check_generation(model, token_model, folder, batch):
         assert ids == out.response_ids[row, mask[row]].tolist()
         expected = out.rollout_log_probs[row, mask[row]]
         assert torch.allclose(torch.tensor(log_probs), expected, atol=TOLERANCE)
+    # And turns behind an observation are those of a model that has kept nothing.
+    sampling = replace(sampling, max_new_tokens=RESPONSE_WIDTH + 8)
+    kept, again = (in_turns(rollout, rows, sampling, 5, keep, 2) for keep in (8, 0))
+    assert kept[0] == again[0]
+    for one, other in zip(kept[1], again[1], strict=True):
+        assert one == pytest.approx(other, abs=TOLERANCE)
 
 
 def test_every_causal_architecture_of_transformers_is_supported_or_refused():

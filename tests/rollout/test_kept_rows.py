@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from quadriga.config.schema import ModelConfig
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import Continued, SamplingParams
-from rollout_slices import in_slices
+from rollout_slices import in_slices, in_turns
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,7 +41,7 @@ def engine(request, tmp_path_factory):
 def run(engine, at_most, keep, between=lambda call: None):
     """The responses, and how many tokens the model computed."""
     engine.computed = 0
-    engine._paused.clear()
+    engine._kept.clear()
     return in_slices(engine, PROMPTS, SAMPLING, at_most, keep, between), engine.computed
 
 
@@ -90,9 +90,9 @@ def test_a_cache_is_of_the_same_row(engine):
     """A row with another seed or token is computed again, and a row may be there twice."""
     ids = torch.tensor([[5, 6, 7], [5, 6, 8]])
     for what in ("seed", "prompt", "sampled", "twice"):
-        engine._paused.clear()
+        engine._kept.clear()
         first = continue_rows(engine, ids, [3, 4], 0, keep=3).response_ids
-        assert "logits" not in vars(engine._paused[0]), "a number for each entry of the vocabulary"
+        assert "logits" not in vars(engine._kept[0]), "a number for each entry of the vocabulary"
         given, seeds = torch.cat([ids, first], 1), [3, 4]
         if what == "seed":
             seeds = [4, 3]
@@ -103,7 +103,7 @@ def test_a_cache_is_of_the_same_row(engine):
         engine.computed = 0
         found = continue_rows(engine, given, seeds, 2, keep=3)
         assert engine.computed == (6 if what == "twice" else 2 * (5 + 1)), what
-        engine._paused.clear()
+        engine._kept.clear()
         assert found.response_ids.equal(continue_rows(engine, given, seeds, 2).response_ids), what
 
 
@@ -113,3 +113,23 @@ def continue_rows(engine, ids, seeds, sampled, keep=0):
     seeds, ids = torch.tensor(list(seeds)).long(), ids.long()
     continued = Continued(torch.full_like(seeds, sampled), 2, keep)
     return engine.generate(ids, torch.ones_like(ids), given, seeds, continued=continued)
+
+
+def turns(engine, keep):
+    engine.computed = 0
+    engine._kept.clear()
+    sampling = SamplingParams(40, eos_token_ids=tuple(range(5)), pad_token_id=0)
+    return in_turns(engine, PROMPTS, sampling, 3, keep, 5)
+
+
+def test_turns_go_on_behind_observations_from_what_is_kept(engine):
+    rows, log_probs = turns(engine, 0)
+    many = engine.computed
+    kept, others = turns(engine, 64)
+    assert kept == rows
+    for one, other in zip(others, log_probs, strict=True):
+        assert one == pytest.approx(other, abs=2e-5)
+    if engine._cached.adds_several:
+        assert sum(map(len, rows)) < engine.computed < many / 2
+    assert turns(engine, 64) == (kept, others), "the same calls give the same numbers, to the bit"
+    assert turns(engine, 4)[0] == rows, "some are forgotten"

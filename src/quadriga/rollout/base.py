@@ -66,13 +66,16 @@ class Continued:
         sampled: [B] int64, how many tokens the response of each row has so far; 0 for a new one.
             They are the last ones of its prompt, which may lack the first of them.
         at_most: new tokens of each row in this call, at most.
-        keep: paused rows whose caches an engine without a prefix cache may hold after the call; 0:
-            it frees all of them.
+        keep: rows whose caches an engine without a prefix cache may hold after the call; 0: it
+            frees all of them.
+        keep_ended: these may be rows that have ended, too. A later call continues them behind more
+            tokens.
     """
 
     sampled: Tensor
     at_most: int
     keep: int = 0
+    keep_ended: bool = False
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,9 @@ from quadriga.workers.method_fields import BEGUN_RESPONSES
 _LOOK_S, _WAIT_S = 0.02, 0.2
 """How often to look for answers of environments while a call is in flight, and how long to wait for
 one if none is."""
+_PATIENCE = 0.05
+"""The part of the time of a call for which rows wait for the environments of others: a call of few
+rows takes nearly as long as one of all."""
 Members = list[tuple[PromptGroup, Rows]]
 """Groups, each with the numbers of its rows in a call, in the order of the call."""
 
@@ -98,6 +101,8 @@ class SlicedGeneration:
     synced: int = field(default=0, init=False)
     paused: list[Paused] = field(default_factory=list, init=False)
     _calls: dict[DataProtoFuture, _Call] = field(default_factory=dict, init=False)
+    _call_s: float = field(default=0.0, init=False)  # of the last call
+    _since: float | None = field(default=None, init=False)  # when rows could have gone on
 
     @property
     def busy(self) -> bool:
@@ -178,6 +183,14 @@ class SlicedGeneration:
     def _homeless(self) -> list[Paused]:
         return [part for part in self.paused if part.group.home is None]
 
+    def _waits_for_others(self) -> bool:
+        """Return whether rows that could go on wait for the environments of others."""
+        if not (self.paused and self.acting) or self.busy:
+            return False
+        now = time.perf_counter()
+        self._since = self._since or now
+        return now < self._since + max(_LOOK_S, _PATIENCE * self._call_s)
+
     def submit(self, *, joins: bool = True) -> None:
         """Start a call on every replica without one, of its rows and of groups that wait.
 
@@ -188,6 +201,8 @@ class SlicedGeneration:
             return
         if joins:
             self._begin_episodes()
+        if self._waits_for_others():
+            return
         at_work = {call.replica for call in self._calls.values()}
         idle = [replica for replica in self.replicas.working if replica not in at_work]
         begun = {
@@ -245,8 +260,10 @@ class SlicedGeneration:
             rows = rows.union(DataProto.concat(tokens))
         of_rank = -(-self.rows // replica.group.world_size)
         rows.meta_info |= {"at_most": self.slice_tokens, "keep": min(of_rank, self.kept_rows)}
+        rows.meta_info["keep_ended"] = self.episodes is not None
         for group, _ in members:
             group.home = replica
+        self._since = None
         try:
             padded, padding = pad_dataproto_to_divisor(rows, replica.group.world_size)
             future = replica.group.generate_sequences.submit(padded)
@@ -276,8 +293,10 @@ class SlicedGeneration:
         self._restart([self.queue.groups[number] for number in numbers])
 
     def forget_caches(self) -> None:
-        """Free the caches of paused rows. The next call computes their tokens again."""
-        homes = {part.group.home: part.group for part in self.paused}
+        """Free the caches of rows between two calls. The next call computes their tokens again."""
+        groups = [part.group for part in self.paused]
+        groups += [] if self.episodes is None else self.queue.groups.values()
+        homes = {group.home: group for group in groups}
         for replica, group in homes.items():
             if replica is None or replica.loss is not None:
                 continue
@@ -304,7 +323,7 @@ class SlicedGeneration:
                 return next(as_completed(list(self._calls), _LOOK_S))
             if self.episodes.wait(0.0):
                 return None
-        self.episodes.wait(_WAIT_S)
+        self.episodes.wait(_LOOK_S if self.paused else _WAIT_S)
         return None
 
     def keep(self, ended: DataProtoFuture | None) -> list[PromptGroup]:
@@ -329,8 +348,8 @@ class SlicedGeneration:
             return []
         rows = [(group.number, int(row)) for group, own in call.members for row in own]
         about = {"replica": call.replica.number, "synced": call.synced}
-        seconds = time.perf_counter() - call.began
-        self.note("call", rows, call.ended, seconds=seconds, **about)
+        self._call_s = time.perf_counter() - call.began
+        self.note("call", rows, call.ended, seconds=self._call_s, **about)
         return list(self._divided(call, answers))
 
     def _divided(self, call: _Call, answers: DataProto) -> Iterator[PromptGroup]:

@@ -126,7 +126,8 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
                 (the default), "val" or "greedy". With `meta_info["at_most"]` each row gets so many
                 new tokens at most, and the batch may have the fields `BEGUN_RESPONSES`, and
                 `greedy`, which says it for each row; the engine keeps the caches of at most
-                `meta_info["keep"]` rows for the next call.
+                `meta_info["keep"]` rows for later calls, with `meta_info["keep_ended"]` also those
+                of rows that have ended.
 
         Returns:
             The fields `GENERATE_SEQUENCES.writes`; `CONTINUE_SEQUENCES.writes` with `at_most`.
@@ -139,11 +140,12 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
             "greedy": replace(settings.sampling, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0),
         }
         limit, model = self.runtime.max_response_length, self.config.model
-        at_most, keep = prompts.meta_info.get("at_most"), prompts.meta_info.get("keep", 0)
+        names = "at_most", "keep", "keep_ended"
+        about = {name: prompts.meta_info[name] for name in names if name in prompts.meta_info}
 
         def generated(rows: DataProto, mode: str) -> DataProto:
             sampling = sampling_params(modes[mode], model, max_new_tokens=limit)
-            return generate_batch(self._rollout(), rows, sampling, at_most, keep)
+            return generate_batch(self._rollout(), rows, sampling, **about)
 
         greedy_B: Tensor | None = prompts.batch.get(fields.GREEDY)
         if greedy_B is None or not len(prompts):
@@ -376,6 +378,7 @@ def generate_batch(
     sampling: SamplingParams,
     at_most: int | None = None,
     keep: int = 0,
+    keep_ended: bool = False,
 ) -> DataProto:
     """Generate one response per row, check them, and lay the sequences out as fields.
 
@@ -398,7 +401,7 @@ def generate_batch(
             of rows that are to go on; the mask of a row is 0 if its response is new. Without these
             fields all are new.
         at_most: new tokens of each row, at most; a row that has not ended then is paused.
-        keep: rows whose caches the engine may keep for a later call, at most.
+        keep, keep_ended: see `Continued`.
 
     Returns:
         The fields `GENERATE_SEQUENCES.writes`; R is `sampling.max_new_tokens`. With `at_most`, the
@@ -425,11 +428,11 @@ def generate_batch(
         out = engine.generate(*request, images)
         known = out.response_mask
     else:
-        out, versions = _continued(engine, prompts, sampling, images, at_most, keep)
+        kept = keep, keep_ended
+        out, versions = _continued(engine, prompts, sampling, images, at_most, kept)
         known = context_numbers(out.response_mask, versions)
-        paused = [reason == "paused" for reason in out.finish_reason]
         more[fields.TOKEN_VERSIONS] = versions
-        more[fields.PAUSED] = torch.tensor(paused, dtype=torch.int64)
+        more[fields.PAUSED] = torch.tensor([r == "paused" for r in out.finish_reason]).long()
     attention_mask = torch.cat([prompt_mask, known], dim=1)
     if images is not None:
         more[fields.POSITION_IDS] = images.followed_by(known)
@@ -457,7 +460,7 @@ def _continued(
     sampling: SamplingParams,
     images: MultiModalRows | None,
     at_most: int,
-    keep: int,
+    kept: tuple[int, bool],
 ) -> tuple[RolloutOutput, Tensor]:
     """Return the whole responses after at most so many new tokens, and the version of each token.
 
@@ -492,7 +495,7 @@ def _continued(
     # Contexts that begin with the same tokens draw other numbers.
     seeds = prompts.batch[fields.SAMPLE_SEED] + (context[:, 0].clamp(min=1) - 1)
     request = ids, whole_mask, sampling, seeds
-    out = engine.generate(*request, images, Continued(sampled, min(at_most, limit), keep))
+    out = engine.generate(*request, images, Continued(sampled, min(at_most, limit), *kept))
     row, column = out.response_mask.nonzero(as_tuple=True)
     versions = out.weight_versions[:, None].expand_as(out.response_ids)
     new = out.response_ids, out.response_mask, out.rollout_log_probs, versions

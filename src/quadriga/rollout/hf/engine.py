@@ -27,8 +27,17 @@ from quadriga.rollout.base import (
     check_weight,
     integer_bits,
 )
-from quadriga.rollout.hf.generation import CachedModel, Generation, Key, check_generation
+from quadriga.rollout.hf.generation import (
+    CachedModel,
+    FoundRow,
+    Generation,
+    KeptRows,
+    Key,
+    check_generation,
+)
 from quadriga.rollout.responses import stop_strings_of, with_pauses
+
+_BYTES_OF_ID = 8
 
 
 class HFRollout(RolloutEngine):
@@ -61,9 +70,9 @@ class HFRollout(RolloutEngine):
         config = self.module.config
         self.prompts = architecture_of(config).prompts
         self._cached = CachedModel(self.module, self.device)
-        self._paused: list[Generation] = []
-        """Calls with rows that are to go on. An update of the weights clears it, so that no row
-        finds a cache of other weights."""
+        self._kept: list[KeptRows] = []
+        """Rows that are to go on, the oldest first. An update of the weights clears it, so that no
+        row finds a cache of other weights."""
         if not is_listed(config):
             check_generation(self._cached)
         window = context_window(config)
@@ -93,7 +102,7 @@ class HFRollout(RolloutEngine):
         stopped = torch.zeros(count, dtype=torch.bool)
         stop_strings = stop_strings_of(self.model, sampling.stop_strings)
         if continued and not keep:
-            self._paused.clear()
+            self._kept.clear()
         keep = keep if images is None and self._cached.joins_rows else 0
         tokens = zip(sample_seeds.tolist(), prompt_ids.cpu(), attention_mask.bool(), strict=True)
         keys = [(seed, row[own].numpy().tobytes()) for seed, row, own in tokens if continued]
@@ -101,19 +110,20 @@ class HFRollout(RolloutEngine):
             for rows in self._micro_batches(attention_mask, keys):
                 seeds = sample_seeds[rows].to(self.device)
                 own_begun = Continued(begun.sampled[rows], width)
-                generation = Generation(self._cached, sampling, seeds, stop_strings, own_begun)
                 of_rows = None if images is None else images.select(rows)
                 own = [keys[row] for row in rows.tolist()] if keys else []
-                paused = self._paused_with(own)
-                if paused is not None:  # its other rows are forgotten
-                    self._paused.remove(paused)
-                generation.begin(prompt_ids[rows], attention_mask[rows], of_rows, own, paused)
+                known = self._cached, sampling, seeds, stop_strings
+                generation = Generation(*known, own_begun, own)
+                found = self._found(own)
+                generation.begin(prompt_ids[rows], attention_mask[rows], of_rows, self._kept, found)
+                self._remove(found)
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
-                if keep and generation.pause(own):
-                    self._paused.append(generation)
-                    while sum(len(each.active) for each in self._paused) > keep:
-                        del self._paused[0]
+                if keep:
+                    generation.pause()
+                    self._kept += generation.kept
+                    while sum(len(part.keys) for part in self._kept) > keep:
+                        del self._kept[0]
         reasons: list[FinishReason] = ["stop" if row else "length" for row in stopped.tolist()]
         ended = with_pauses(reasons, mask, sampling, begun)
         versions = torch.full((count,), self._version, dtype=torch.int64)
@@ -150,17 +160,40 @@ class HFRollout(RolloutEngine):
         lengths = attention_mask.sum(1).cpu()
         if self.prompts == "mixed lengths":
             if keys:
-                paused = self._paused_with(keys)
-                new = torch.tensor([paused is None or key not in paused.places for key in keys])
-                rows = torch.where(new, lengths, 0).argsort(stable=True)
+                for found in self._found(keys):
+                    lengths[found.row] = found.added
+                rows = lengths.argsort(stable=True)
             yield from torch.split(rows, self.micro_batch_size)
             return
         for length in torch.unique(lengths):
             yield from torch.split(rows[lengths == length], self.micro_batch_size)
 
-    def _paused_with(self, keys: Sequence[Key]) -> Generation | None:
-        """Return the call in which the first of these rows that is found was paused."""
-        return next((each for key in keys for each in self._paused if key in each.places), None)
+    def _found(self, keys: Sequence[Key]) -> list[FoundRow]:
+        """Find the rows of which the beginning is kept, the most of it where there are several. A
+        row that has ended is continued only by a model that can add several tokens."""
+        kept: dict[int, list[tuple[bytes, int, int]]] = {}
+        for number, part in enumerate(self._kept):
+            for place, (seed, tokens) in enumerate(part.keys):
+                kept.setdefault(seed, []).append((tokens, number, place))
+        found = list[FoundRow]()
+        for row, (seed, tokens) in enumerate(keys):
+            own = [one for one in kept.get(seed, ()) if tokens.startswith(one[0])]
+            if own:
+                longest, number, place = max(own, key=lambda one: len(one[0]))
+                added = 1 + (len(tokens) - len(longest)) // _BYTES_OF_ID
+                if added == 1 or self._cached.adds_several:
+                    found.append(FoundRow(added > 1, number, place, row, added))
+        return sorted(found)
+
+    def _remove(self, found: Sequence[FoundRow]) -> None:
+        """Keep the other rows alone."""
+        taken = {(one.number, one.place) for one in found}
+        left = [
+            [place for place in range(len(part.keys)) if (number, place) not in taken]
+            for number, part in enumerate(self._kept)
+        ]
+        parts = zip(self._kept, left, strict=True)
+        self._kept = [part.part(places) for part, places in parts if places]
 
     # Weights
 
@@ -168,7 +201,7 @@ class HFRollout(RolloutEngine):
         self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
     ) -> None:
         self._check("update_weights", "ready", "released")
-        self._paused.clear()
+        self._kept.clear()
         parameters = dict(self.module.named_parameters())
         with self._writing(stream, version, lambda: parameters) as weights:
             self._weights.write(weights, share=form == "shared")
@@ -179,7 +212,7 @@ class HFRollout(RolloutEngine):
     # State
 
     def _free(self) -> None:
-        self._paused.clear()
+        self._kept.clear()
         # Shared weights are in the memory of the training engine, which this engine cannot free.
         if not self._weights.shared:
             self._move(torch.device("cpu"))
@@ -190,7 +223,7 @@ class HFRollout(RolloutEngine):
 
     def close(self) -> None:
         if self._state != "closed":
-            self._paused.clear()
+            self._kept.clear()
             self._weights.shared.clear()
             self._move(torch.device("meta"))  # the storages of the weights are freed
         super().close()

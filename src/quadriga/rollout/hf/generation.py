@@ -12,6 +12,9 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -191,6 +194,9 @@ class CachedModel:
         mixes = architecture_of(module.config).prompts == "mixed lengths"
         self.joins_rows = mixes and {type(layer).__name__ for layer in layers} <= {*kv_cache.JOINED}
         """Whether rows of several caches can be continued together."""
+        takes = self.shares_prompts or kv_cache.RepeatedPrompts(module).takes_bias
+        self.adds_several = self.joins_rows and takes
+        """Whether several tokens can be added to rows, of each row another number."""
 
     def new_cache(self) -> kv_cache.SharedPrompts | kv_cache.RepeatedPrompts:
         """Return an empty cache."""
@@ -244,8 +250,51 @@ class CachedModel:
 #                                   rows and are indexed by `active`
 
 
+@dataclass(frozen=True)
+class KeptRows:
+    """Rows between two calls. Their last tokens are not in the cache.
+
+    Attributes:
+        positions: [b] int64, of the last tokens.
+        keys: of the rows.
+    """
+
+    rows: Caches
+    positions: Tensor
+    keys: list[Key]
+
+    def part(self, places: Sequence[int]) -> KeptRows:
+        """Return some of the rows. A row may be repeated."""
+        order = torch.tensor(places, device=self.positions.device)
+        keys = [self.keys[place] for place in places]
+        return KeptRows(self.rows.part(order), self.positions[order], keys)
+
+
+class FoundRow(NamedTuple):
+    """A row of a call of which the beginning is kept: at `place` in the part with this number.
+    `added` of its tokens, the last kept one included, are to be computed."""
+
+    many: bool  # whether these are several
+    number: int
+    place: int
+    row: int
+    added: int
+
+
+def _joined(caches: Sequence[Caches]) -> Caches:
+    """Return the rows of caches of one model in one cache, the first of these."""
+    first, *others = caches
+    if others:
+        first.join(others)  # type: ignore[arg-type]  # they are of one kind
+    return first
+
+
 class Generation:
-    """The generation of one micro-batch: `begin`, `decode`, `collect`."""
+    """The generation of one micro-batch: `begin`, `decode`, `collect`.
+
+    Attributes:
+        kept: the rows that a later call may continue.
+    """
 
     rows: Caches
     logits: Tensor
@@ -258,8 +307,9 @@ class Generation:
         seeds: Tensor,
         stop_strings: StopStrings | None,
         continued: Continued,
+        keys: Sequence[Key] = (),
     ) -> None:
-        self.model = model
+        self.model, self.keys = model, keys
         self.device = model.device
         self.stop_strings = stop_strings
         self.sampling = sampling
@@ -275,44 +325,61 @@ class Generation:
         self.end_tokens = torch.tensor(
             sampling.end_token_ids, dtype=torch.int64, device=self.device
         )
-        self.places: dict[Key, int] = {}
-        """Of the rows that are paused."""
+        self.kept: list[KeptRows] = []
+        self.keeps_ended = continued.keep_ended and model.adds_several and bool(keys)
 
     def begin(
         self,
         prompt_ids: Tensor,
         attention_mask: Tensor,
         images: MultiModalRows | None = None,
-        keys: Sequence[Key] = (),
-        paused: Generation | None = None,
+        kept: Sequence[KeptRows] = (),
+        found: Sequence[FoundRow] = (),
     ) -> None:
         """Run the model up to the first new token of each row.
 
         Args:
-            keys: of the rows.
-            paused: a call in which some of them were paused. The other prompts are computed.
+            kept: rows of earlier calls.
+            found: the rows that are among them, in order. The other prompts are computed.
         """
         self.begun = begun_responses(prompt_ids, self.sampled)
         parts: list[tuple[Caches, Tensor, Tensor]] = []
-        rest = torch.ones(len(prompt_ids), dtype=torch.bool)
-        if paused is not None:
-            places = paused.places
-            found = sorted((places[key], row) for row, key in enumerate(keys) if key in places)
-            order, numbers = torch.tensor(found).unbind(1)
-            rest[numbers] = False
-            paused.keep(order.to(self.device))
-            paused.step()
-            parts.append((paused.rows, paused.logits, paused.positions))
-        rows = rest.nonzero()[:, 0]
+        for _, own in groupby(found, lambda one: one.many):
+            parts.append(self._added(prompt_ids, kept, [*own]))
+        old = [one.row for one in found]
+        rows = torch.tensor([i for i in range(len(prompt_ids)) if i not in {*old}])
         if len(rows):
             of_rows = None if images is None else images.select(rows)
             parts.append(self._prefilled(prompt_ids[rows], attention_mask[rows], of_rows))
-        (self.rows, *others), logits, positions = zip(*parts, strict=True)
-        for other_rows in others:
-            self.rows.join(other_rows)
+        caches, logits, positions = zip(*parts, strict=True)
+        self.rows = _joined(caches)
         self.logits, self.positions = torch.cat(logits), torch.cat(positions)
-        self.active = torch.cat([numbers, rows] if paused else [rows]).to(self.device)
+        self.active = torch.tensor([*old, *rows.tolist()], device=self.device)
         self.uniform, self.sampled = self.uniform[self.active], self.sampled[self.active]
+
+    def _added(
+        self, prompt_ids: Tensor, kept: Sequence[KeptRows], found: Sequence[FoundRow]
+    ) -> tuple[Caches, Tensor, Tensor]:
+        """Run the model on the tokens behind what is kept of rows.
+
+        Row 0 has two more tokens, and row 1 has one; the last kept token is computed with them:
+
+            prompt_ids            kept       added      position
+            1 2 3 4 5 6 7 8       1 … 5      5 6 7 8    4 5 6 7
+            · · 1 2 3 4 5 6       1 … 5      · · 5 6    · · 4 5
+        """
+        parts = list[KeptRows]()
+        for number, own in groupby(found, lambda one: one.number):
+            parts.append(kept[number].part([one.place for one in own]))
+        rows = _joined([part.rows for part in parts])
+        added = torch.tensor([one.added for one in found], device=self.device)
+        most = int(added.max())
+        offsets = torch.arange(most, device=self.device) - (most - added)[:, None]
+        new, first = offsets >= 0, torch.cat([part.positions for part in parts])
+        ids = prompt_ids[[one.row for one in found], -most:].to(self.device).masked_fill(~new, 0)
+        positions = first[:, None] + offsets.clamp(min=0)
+        logits = self.model.forward(rows.cache, ids, positions, rows.arguments(new))
+        return rows, logits, first + added
 
     def _prefilled(
         self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None
@@ -358,7 +425,8 @@ class Generation:
         self.running = torch.ones_like(self.active, dtype=torch.bool)
         running_count = len(self.running)
         last = self.width - 1
-        for t in range(last + 1):
+        for self.t in range(last + 1):
+            t = self.t
             places = self.sampled + t
             self.token, log_prob = draw(self.logits, self.sampling, self.uniform[:, t], places)
             # Rows that ended but were not removed yet are written too; `collect` masks them.
@@ -376,6 +444,8 @@ class Generation:
             if running_count == 0 or t == last:
                 return
             if running_count <= COMPACT_BELOW * len(self.running):
+                if self.keeps_ended:
+                    self.set_aside((~self.running).nonzero()[:, 0])
                 self.keep(self.running.nonzero()[:, 0])
             self.step()
 
@@ -402,24 +472,28 @@ class Generation:
     def step(self) -> None:
         """Run the model on the last token of each active row."""
         ids, positions = self.token[:, None], self.positions[:, None]
-        self.logits = self.model.forward(self.rows.cache, ids, positions, self.rows.arguments())
+        others = self.rows.arguments(torch.ones_like(ids, dtype=torch.bool))
+        self.logits = self.model.forward(self.rows.cache, ids, positions, others)
         self.positions = self.positions + 1
 
-    def pause(self, keys: Sequence[Key]) -> bool:
-        """Keep only the rows that have not ended; return whether there are some.
+    def pause(self) -> None:
+        """Set the rows aside that have not ended, and with `keeps_ended` the other ones, too."""
+        self.set_aside((self.running | self.keeps_ended).nonzero()[:, 0])
 
-        Args:
-            keys: of all rows, without their new tokens.
-        """
-        if not bool(self.running.any()):
-            return False
-        self.keep(self.running.nonzero()[:, 0])
-        del self.logits  # the next `step` makes others
-        new = self.ids.cpu().numpy()
-        for place, row in enumerate(self.active.tolist()):
-            seed, tokens = keys[row]
-            self.places[seed, tokens + new[row].tobytes()] = place
-        return True
+    def set_aside(self, order: Tensor) -> None:
+        """Add rows of the batch to `kept`, without what was written behind the end of one."""
+        if not len(order):
+            return
+        active = self.active[order]
+        behind = self.t + 1 - self.lengths[active]
+        rows = self.rows.part(order)
+        if bool(behind.any()):
+            rows.hide(behind)
+        keys, new = list[Key](), self.ids.cpu().numpy()
+        for row, length in zip(active.tolist(), self.lengths[active].tolist(), strict=True):
+            seed, tokens = self.keys[row]
+            keys.append((seed, tokens + new[row, :length].tobytes()))
+        self.kept.append(KeptRows(rows, self.positions[order] - behind, keys))
 
     def collect(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return ids, mask, log-probabilities and `stopped` on the CPU, masked behind the end."""

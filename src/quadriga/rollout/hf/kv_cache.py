@@ -15,7 +15,8 @@ tokens. g = H / Hk heads share a key head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
@@ -118,16 +119,17 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
             old.new_empty(rows, old.shape[1], 0, old.shape[3]) for old in (self.keys, self.values)
         )
 
-    def join(self, other: GrowingCacheLayer) -> None:
-        """Add the rows of another layer behind its own, and the prompts behind its prompts."""
+    def join(self, others: Sequence[GrowingCacheLayer]) -> None:
+        """Add the rows of other layers behind its own, and their prompts behind its prompts."""
+        layers = [self, *others]
         for name in ("prompt_keys", "prompt_values"):
             if hasattr(self, name):
-                setattr(self, name, right_aligned(getattr(self, name), getattr(other, name), 0))
+                setattr(self, name, right_aligned([getattr(x, name) for x in layers], 0))
         for name in ("keys", "values"):
-            own, more = (getattr(x, name)[:, :, : x.length] for x in (self, other))
-            setattr(self, name, right_aligned(own, more, _SPARE_COLUMNS))
-        self.length = max(self.length, other.length)
-        self._shared = max(self._shared, other._shared)
+            parts = [getattr(x, name)[:, :, : x.length] for x in layers]
+            setattr(self, name, right_aligned(parts, _SPARE_COLUMNS))
+        self.length = max(layer.length for layer in layers)
+        self._shared = max(layer._shared for layer in layers)
 
     def _first_seen(self) -> int:
         """Return the first column that the next token can see."""
@@ -165,16 +167,15 @@ class GrowingCacheLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # as
         return -1
 
 
-def right_aligned(one: Tensor, other: Tensor, spare: int) -> Tensor:
-    """Join the rows of two tensors [b, H, length, D], with `spare` columns behind them."""
+def right_aligned(parts: Sequence[Tensor], spare: int) -> Tensor:
+    """Join the rows of tensors [b, H, length, D], with `spare` columns behind them."""
     # Two rows of 3 columns and one of 1, one spare column:   a a a ·
     #                                                         b b b ·
     #                                                         0 0 c ·
-    rows, heads, length, width = one.shape
-    columns = max(length, other.shape[2])
-    new = one.new_zeros(rows + len(other), heads, columns + spare, width)
-    new[:rows, :, columns - length : columns] = one
-    new[rows:, :, columns - other.shape[2] : columns] = other
+    (_, heads, _, width), columns = parts[0].shape, max(part.shape[2] for part in parts)
+    new = parts[0].new_zeros(sum(map(len, parts)), heads, columns + spare, width)
+    for rows, part in zip(torch.split(new, [*map(len, parts)]), parts, strict=True):
+        rows[:, :, columns - part.shape[2] : columns] = part
     return new
 
 
@@ -282,53 +283,78 @@ class CachedRows:
     takes; the prefill writes p distinct prompts to it.
 
     Attributes:
-        columns: in use, without the columns of prompts that are held once.
-        start: [b] int64, the first of them that each row has.
-        padded: whether a row does not have all.
+        visible: [b, columns] bool, the columns in use that each row has, without the columns of
+            prompts that are held once.
+        padded: whether a row may not have all.
     """
 
-    start: Tensor
+    visible: Tensor
 
     def __init__(self, module: PreTrainedModel, spare_columns: int = _SPARE_COLUMNS) -> None:
         self.cache = growing_cache(module.config, spare_columns)
         self.growing = [x for x in self.cache.layers if isinstance(x, GrowingCacheLayer)]
         """The layers, to which new tokens are appended."""
-        self.columns, self.padded = 0, False
+        self.padded = False
         self._module = module
 
-    def _visible(self) -> Tensor | None:
-        """Return [b, columns] bool for one more token of each row; None: there is no padding."""
-        self.columns += 1
-        if not self.padded:
-            return None
-        return torch.arange(self.columns, device=self.start.device) >= self.start[:, None]
+    def _seen(self, new: Tensor) -> Tensor | None:
+        """Add columns for new tokens [b, t] bool, where False is padding before them. Return what
+        each of them sees, [b, t, columns] bool; None: all columns."""
+        before = self.visible.shape[1]
+        self.visible = torch.cat([self.visible, new], 1)
+        if new.shape[1] == 1:
+            return self.visible[:, None] if self.padded else None
+        self.padded = True
+        causal = self.visible.new_ones(new.shape[1], self.visible.shape[1]).tril(before)
+        return self.visible[:, None] & causal
 
     def keep_rows(self, order: Tensor) -> None:
         """Keep only the rows `order`, and the prompts that they continue."""
-        self.start = self.start[order]
+        self.visible = self.visible[order]
         reorder_cache(self.cache, order)
 
-    def join(self, other: Self) -> None:
-        """Add the rows of another cache, which is empty then, behind its own."""
-        for part in (self, other):
-            unused = int(part.start.min())  # by rows that have left
+    def part(self, order: Tensor) -> Self:
+        """Return a cache of the rows `order`: this one if they are all rows."""
+        if order.tolist() == [*range(len(self.visible))]:
+            return self
+        other = copy.copy(self)
+        layers = [copy.copy(layer) for layer in self.cache.layers]
+        for layer in layers:  # the states of layers with a recurrence are in dicts
+            vars(layer).update({k: dict(v) for k, v in vars(layer).items() if isinstance(v, dict)})
+        other.cache = Cache(layers=layers)
+        other.growing = [layer for layer in layers if isinstance(layer, GrowingCacheLayer)]
+        other.keep_rows(order)
+        return other
+
+    def hide(self, counts: Tensor) -> None:
+        """Hide the last columns of each row, `counts` [b] of them."""
+        columns = self.visible.shape[1]
+        shown = torch.arange(columns, device=counts.device) < columns - counts[:, None]
+        self.visible, self.padded = self.visible & shown, True
+
+    def join(self, others: Sequence[Self]) -> None:
+        """Add the rows of other caches, which are empty then, behind its own."""
+        parts = [self, *others]
+        for part in parts:
+            unused = int(part.visible.any(0).long().argmax()) if part.padded else 0
             for layer in part.growing:
                 layer.keys, layer.values = layer.keys[:, :, unused:], layer.values[:, :, unused:]
                 layer.length -= unused
-            part.start, part.columns = part.start - unused, part.columns - unused
-        self.padded |= other.padded or self.columns != other.columns
-        columns = max(self.columns, other.columns)
-        self.start = torch.cat([p.start + columns - p.columns for p in (self, other)])
-        self.columns = columns
-        for own, more in zip(self.cache.layers, other.cache.layers, strict=True):
-            if isinstance(own, GrowingCacheLayer) and isinstance(more, GrowingCacheLayer):
+            part.visible = part.visible[:, unused:]
+        sizes = {part.visible.shape[1] for part in parts}
+        self.padded = len(sizes) > 1 or any(part.padded for part in parts)
+        masks = [pad(part.visible, (max(sizes) - part.visible.shape[1], 0)) for part in parts]
+        self.visible = torch.cat(masks)
+        for own, *more in zip(*(part.cache.layers for part in parts), strict=True):
+            if isinstance(own, GrowingCacheLayer):
                 own.join(more)
             elif isinstance(own, LinearAttentionCacheLayerMixin):
                 for name in ("conv_states", "recurrent_states"):
-                    states, new = getattr(own, name), getattr(more, name)
-                    joined = {i: torch.cat([s, new[i]]) for i, s in states.items() if s is not None}
-                    states.update(joined)
-            vars(more).clear()
+                    first, *states = [getattr(layer, name) for layer in (own, *more)]
+                    held = [i for i, state in first.items() if state is not None]
+                    first.update({i: torch.cat([first[i], *(x[i] for x in states)]) for i in held})
+            for layer in more:
+                vars(layer).clear()
 
 
 class SharedPrompts(CachedRows):
@@ -336,7 +362,8 @@ class SharedPrompts(CachedRows):
     (`decode_attention`).
 
     Attributes:
-        bias: [b, 1, columns], a large negative number before `start`. None: there is no padding.
+        bias: [b, t, columns], a large negative number where one of t new tokens sees nothing. None:
+            it sees all columns.
     """
 
     rows: PromptRows
@@ -352,13 +379,14 @@ class SharedPrompts(CachedRows):
 
     def share(self, rows: PromptRows) -> None:
         """Append to the rows from now on. The prefill has written the prompts."""
-        self.rows, self.start = rows, torch.zeros_like(rows.prompt_of_row)
+        self.rows = rows
+        self.visible = rows.prompt_of_row.new_ones(len(rows.prompt_of_row), 0).bool()
         for layer in self.growing:
             layer.share_prompts(len(rows.prompt_of_row))
 
-    def arguments(self) -> dict[str, object]:
-        visible = self._visible()
-        self.bias = None if visible is None else _bias(visible, self._module.dtype)[:, None]
+    def arguments(self, new: Tensor) -> dict[str, object]:
+        seen = self._seen(new)
+        self.bias = None if seen is None else _bias(seen, self._module.dtype)
         return {"prompt_cache": self}
 
     def keep_rows(self, order: Tensor) -> None:
@@ -373,18 +401,19 @@ class SharedPrompts(CachedRows):
         self.rows = PromptRows.of(prompt_of_row, len(used), bias)
         super().keep_rows(order)
 
-    def join(self, other: Self) -> None:
-        biases, rows = [], (self.rows, other.rows)
-        columns = max(part.growing[0].prompt_keys.shape[2] for part in (self, other))
-        for part in (self, other):
+    def join(self, others: Sequence[Self]) -> None:
+        biases, of_row, prompts, parts = [], list[Tensor](), 0, [self, *others]
+        columns = max(part.growing[0].prompt_keys.shape[2] for part in parts)
+        for part in parts:
             bias, keys = part.rows.bias, part.growing[0].prompt_keys
             if bias is None:
                 bias = keys.new_zeros(len(keys), 1, keys.shape[2])
             least = torch.finfo(bias.dtype).min
             biases.append(pad(bias, (columns - keys.shape[2], 0), value=least))
-        super().join(other)
-        of_row = torch.cat([rows[0].prompt_of_row, rows[1].prompt_of_row + rows[0].prompts])
-        self.rows = PromptRows.of(of_row, rows[0].prompts + rows[1].prompts, torch.cat(biases))
+            of_row.append(part.rows.prompt_of_row + prompts)
+            prompts += part.rows.prompts
+        super().join(others)
+        self.rows = PromptRows.of(torch.cat(of_row), prompts, torch.cat(biases))
 
 
 # `RepeatedPrompts` copies the prompts to every row after the prefill. Its columns are the prompt
@@ -395,14 +424,14 @@ class SharedPrompts(CachedRows):
 #   row 1     · 11 12             2
 #   row 2    13 14 15             3
 #
-# `start` is 1 1 0. The model is told which of the columns in use to hide, the new token's included,
-# in a form that depends on the layers of the model:
+# `visible` is 0 1 1, 0 1 1, 1 1 1. The model is told which of the columns in use to hide, those of
+# new tokens included, in a form that depends on the layers of the model:
 #
 # - None: no row has padding.
-# - a bias [b, 1, 1, columns], a large negative number where `visible` is False: every layer attends
-#   to all tokens before the query. Layers use it as it is.
-# - `visible` [b, columns]: some layers have windows, chunks, ALiBi or a recurrent state. The model
-#   makes the mask of each kind of layer from it, for every token.
+# - a bias [b, 1, t, columns], a large negative number where one of t new tokens sees nothing: every
+#   layer attends to all tokens before the query. Layers use it as it is.
+# - `visible` [b, columns], for one new token: some layers have windows, chunks, ALiBi or recurrent
+#   states. For every token the model makes the mask of each kind of layer from it.
 
 
 class RepeatedPrompts(CachedRows):
@@ -410,26 +439,26 @@ class RepeatedPrompts(CachedRows):
 
     def __init__(self, module: PreTrainedModel) -> None:
         super().__init__(module)
-        self._takes_bias = takes_bias(module, self.cache)
+        self.takes_bias = takes_bias(module, self.cache)
 
     def begin_rows(self, prompt_of_row: Tensor, visible: Tensor | None) -> None:
         reorder_cache(self.cache, prompt_of_row)
-        self.columns = self.growing[0].length if self.growing else 0
-        self.start, self.padded = torch.zeros_like(prompt_of_row), visible is not None
-        if visible is not None:
-            self.start = (visible.shape[1] - visible.sum(1)).index_select(0, prompt_of_row)
-            self.columns = visible.shape[1]
-
-    def arguments(self) -> dict[str, object]:
-        visible = self._visible()
+        self.padded = visible is not None
         if visible is None:
+            columns = self.growing[0].length if self.growing else 0
+            self.visible = prompt_of_row.new_ones(len(prompt_of_row), columns).bool()
+        else:
+            self.visible = visible.index_select(0, prompt_of_row)
+
+    def arguments(self, new: Tensor) -> dict[str, object]:
+        if (seen := self._seen(new)) is None:
             return {}
-        mask = _bias(visible, self._module.dtype)[:, None, None] if self._takes_bias else visible
-        return {"attention_mask": mask}
+        bias = _bias(seen, self._module.dtype)[:, None] if self.takes_bias else None
+        return {"attention_mask": self.visible if bias is None else bias}
 
 
 def takes_bias(module: PreTrainedModel, cache: Cache) -> bool:
-    """Return whether every layer takes a bias [b, 1, 1, columns] as mask, and uses it as it is."""
+    """Return whether every layer takes a bias [b, 1, t, columns] as mask, and uses it as it is."""
     return (
         bool(getattr(module, "_supports_attention_backend", False))
         and module.config._attn_implementation in ("eager", "sdpa")
@@ -474,16 +503,17 @@ def decode_attention(
     scaling: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Attend as `AttentionInterface` requires: query [b, H, 1, D] -> ([b, 1, H, Dv], None)."""
+    """Attend as `AttentionInterface` requires: query [b, H, t, D] -> ([b, t, H, Dv], None)."""
     if prompt_cache is None:
         return _sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
-    assert attention_mask is None and isinstance(module.layer_idx, int)
+    # Of several new tokens the model makes a mask, which knows neither padding nor prompts.
+    assert (attention_mask is None or query.shape[2] > 1) and isinstance(module.layer_idx, int)
     assert others.get("softcap") is None and others.get("s_aux") is None
     layer = prompt_cache.growing[module.layer_idx]
-    count, heads, _, size = query.shape
+    count, heads, new, size = query.shape
     key_heads = key.shape[1]
     scale = size**-0.5 if scaling is None else scaling
-    scaled = (query * scale).view(count, key_heads, heads // key_heads, size)
+    scaled = (query * scale).reshape(count, key_heads, -1, size)  # g · t queries of a key head
     bias = prompt_cache.bias
     if bias is not None:
         bias = bias[:, None].expand(-1, key_heads, -1, -1).flatten(0, 1)
@@ -495,7 +525,7 @@ def decode_attention(
     # logarithms p and o of the sums of exponentials.
     share = torch.sigmoid(prompt_sum - own_sum)
     joined = torch.lerp(own, prompt, share)
-    return joined.view(count, 1, heads, -1), None
+    return joined.view(count, heads, new, -1).transpose(1, 2), None
 
 
 def _attend_to_prompts(
@@ -527,11 +557,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Return softmax(q kᵀ + bias) v and the logarithm of the sum of exponentials.
 
-    [n, m, D], [n, L, D], [n, L, Dv], [n, 1, L] -> [n, m, Dv], [n, m, 1].
+    [n, m, D], [n, L, D], [n, L, Dv], [n, t, L] -> [n, m, Dv], [n, m, 1]; the m queries are t tokens
+    of each of m / t heads.
     """
     scores = torch.bmm(query, keys.transpose(1, 2))
     if bias is not None:
-        scores += bias
+        scores.view(len(query), -1, *bias.shape[1:]).add_(bias[:, None])
     largest = scores.amax(-1, keepdim=True)
     weights = scores.sub_(largest).exp_()
     total = weights.sum(-1, keepdim=True)

@@ -70,7 +70,8 @@ def _simulate(module: PreTrainedModel, use: GenerationUse) -> tuple[int, int]:
 
         def run(token: Tensor) -> Tensor:
             positions = torch.zeros_like(token)[:, None]
-            return model.forward(cache.cache, token[:, None], positions, cache.arguments())
+            others = cache.arguments(torch.ones_like(token, dtype=torch.bool)[:, None])
+            return model.forward(cache.cache, token[:, None], positions, others)
 
         logits = run(draw(logits, sampling, numbers, places)[0])
         copied, held = _fill(cache, use), memory.stored_bytes(list(cache_tensors(cache.cache)))
@@ -111,5 +112,6 @@ def _fill(cache: SharedPrompts | RepeatedPrompts, use: GenerationUse) -> int:
         if columns > first:
             copied = max(copied, layer.keys.nbytes * columns_before(columns) // columns)
     if isinstance(cache, RepeatedPrompts):
-        cache.columns = use.prompt + max(use.response - 2, 0)
+        columns = use.prompt + max(use.response - 2, 0)
+        cache.visible = torch.ones(use.count, columns, dtype=torch.bool)
     return copied
