@@ -4,8 +4,6 @@ The whole suite runs in one process, so a process group, a variable of a rank or
 table that one test leaves behind changes the result of another.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

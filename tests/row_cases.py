@@ -1,7 +1,5 @@
 """Rows of a batch by their numbers of tokens."""
 
-from __future__ import annotations
-
 import torch
 
 

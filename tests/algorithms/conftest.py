@@ -1,7 +1,5 @@
 """Run every test of this folder with one torch thread, which suffices for small tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Groups on both backends. The tests of this folder share one Ray cluster and one group on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

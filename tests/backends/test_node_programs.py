@@ -78,3 +78,4 @@ def test_a_connection_without_the_token_is_closed():
             found.send_bytes(b"hello")
             assert own.recv(9)[-5:] == b"hello"
         assert strangers[0].recv(1) == b""
+        strangers[0].close()

@@ -1,7 +1,5 @@
 """Workers that the tests of this folder start. A rank imports torch when it receives a batch."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Packed rows for the attention kernels, a naive loop over them, and a naive flash kernel."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

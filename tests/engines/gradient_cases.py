@@ -1,7 +1,5 @@
 """Gradients of a loss of log-probabilities, entropies and full KL, on one rank or two."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import engine_cases as cases

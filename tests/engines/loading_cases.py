@@ -1,7 +1,5 @@
 """Load models by shards and whole, on real ranks, and note what each rank reads and allocates."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock

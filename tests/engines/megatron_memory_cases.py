@@ -1,7 +1,5 @@
 """What an optimizer step of a Megatron engine allocates on each rank, measured and planned."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 

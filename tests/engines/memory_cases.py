@@ -3,8 +3,6 @@
 Allocations are those of torch's allocator, as the profiler records them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product

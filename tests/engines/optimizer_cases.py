@@ -1,7 +1,5 @@
 """Steps of each optimizer on one rank, and on two and three that hold uneven shards."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import engine_cases as cases

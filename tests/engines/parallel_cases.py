@@ -4,8 +4,6 @@ Models compute norms and the softmax of routers in float32 whatever the dtype, s
 of a sum in float64 can change them by 6e-8. `wide` lets them compute these in float64.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

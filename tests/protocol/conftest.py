@@ -1,7 +1,5 @@
 """Batches in two forms: local, and remote in shards of several ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 

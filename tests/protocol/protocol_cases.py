@@ -1,7 +1,5 @@
 """Batches and values for several test files."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from weakref import WeakSet

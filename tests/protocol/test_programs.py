@@ -3,8 +3,6 @@
 The list of rows is the independent reference: it uses no tensors, row maps or fields.
 """
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Run folders that are written by hand, and what a report holds of them."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Replicas that sample known tokens, and a stream over them without a model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 

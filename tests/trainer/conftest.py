@@ -1,7 +1,5 @@
 """A tiny task and a tiny model, for complete runs of a few steps."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of small runs of `quadriga sft` and `quadriga rm`."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 from pathlib import Path
 
 TALLY = '''
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

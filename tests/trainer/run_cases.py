@@ -1,7 +1,5 @@
 """Settings of small runs, and the metrics of such a run."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import closing
 from dataclasses import dataclass

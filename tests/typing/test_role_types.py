@@ -1,7 +1,5 @@
 """mypy accepts right calls of worker groups, and reports wrong calls and changed signatures."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

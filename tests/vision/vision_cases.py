@@ -1,7 +1,5 @@
 """A small model of text and images, prompts with and without images, and steps of an engine."""
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

@@ -1,7 +1,5 @@
 """A small transformer in the layouts of several engines, and the execution of a plan on arrays."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

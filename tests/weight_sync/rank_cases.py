@@ -1,7 +1,5 @@
 """Weight syncs on real gloo processes; each process writes what it found for the test to read."""
 
-from __future__ import annotations
-
 import pickle
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The model of the updates on several ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 

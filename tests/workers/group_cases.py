@@ -1,7 +1,5 @@
 """Updates of rows in prompt groups on one, two or four ranks, for `test_group_balance.py`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args

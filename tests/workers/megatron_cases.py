@@ -1,7 +1,5 @@
 """Steps of actor, reference, rollout, critic and reward model, for `test_megatron_workers.py`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Updates of batches that do not divide, on one or several ranks, for `test_padded_updates.py`."""
 
-from __future__ import annotations
-
 from unittest.mock import patch
 
 import torch

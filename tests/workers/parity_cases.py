@@ -4,8 +4,6 @@ The independent update reads one row at a time, without padding, and writes the 
 papers do. It uses nothing of Quadriga.
 """
 
-from __future__ import annotations
-
 from dataclasses import astuple, dataclass
 from functools import cache
 from itertools import combinations, product

@@ -1,7 +1,5 @@
 """One small Ray cluster for all programs, and groups that are ended after the last of them."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Subclasses of verl's trainer: a loop of one's own, and methods that nothing would call."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

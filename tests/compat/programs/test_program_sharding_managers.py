@@ -1,7 +1,5 @@
 """Programs with sharding managers of verl: the trained weights reach the rollout."""
 
-from __future__ import annotations
-
 import os
 
 import pytest
