@@ -158,7 +158,10 @@ class Endpoint:
         finish = _finish_reason(reply)
         choice: Json = {"index": 0, "finish_reason": finish}
         if body.get("logprobs"):
-            tokens = [_token(text, number) for text, number in reply.action.tokens]
+            tokens = [
+                {"token": text, "logprob": number, "bytes": list(text.encode()), "top_logprobs": []}
+                for text, number in reply.action.tokens
+            ]
             choice["logprobs"] = {"content": tokens}
         if not body.get("stream"):
             return _sent("chat.completion", [{**choice, "message": reply.message}], reply)
@@ -243,12 +246,6 @@ def _finish_reason(reply: Reply) -> str:
     if not reply.action.finished:
         return "length"
     return "tool_calls" if reply.message.get("tool_calls") else "stop"
-
-
-def _token(text: str, log_prob: float) -> Json:
-    return {
-        "token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []
-    }  # fmt: skip
 
 
 def _about(kind: str, choices: list[Json]) -> Json:

@@ -134,7 +134,6 @@ def kl_loss(
     kl_loss_coef: float,
     kl_loss_type: str = "k3",
     full_kl_BT: Tensor | None = None,
-    validate: bool = True,
 ) -> PolicyLoss:
     """Compute ℓ = β·KL, a term of the actor's loss (GRPO, arXiv 2402.03300, eq. 3).
 
@@ -145,7 +144,6 @@ def kl_loss(
         kl_loss_coef: β.
         kl_loss_type: a key of `KL_ESTIMATORS` or `ALIASES`.
         full_kl_BT: `kl_full` of each token, with gradient; only "full" reads it.
-        validate: check the tensors for NaN and infinity.
 
     Returns:
         The loss of each token, 0 outside the mask, and the metric `kl_loss` (KL before β).
@@ -156,11 +154,10 @@ def kl_loss(
     """
     entry = look_up(KL_ESTIMATORS, ALIASES.get(kl_loss_type, kl_loss_type), "KL estimator")
     if entry.fn is None:
-        (kl,), mask = _under_mask(response_mask_BT, validate, full_kl=full_kl_BT)
+        (kl,), mask = _under_mask(response_mask_BT, full_kl=full_kl_BT)
     else:
-        (log_prob, ref), mask = _under_mask(
-            response_mask_BT, validate, log_prob=log_prob_BT, ref_log_prob=ref_log_prob_BT
-        )
+        given = {"log_prob": log_prob_BT, "ref_log_prob": ref_log_prob_BT}
+        (log_prob, ref), mask = _under_mask(response_mask_BT, **given)
         kl = kl_estimate(log_prob, ref.detach(), kl_loss_type)
     return PolicyLoss(kl_loss_coef * kl, {"kl_loss": Partial.mean(kl, mask)})
 
@@ -192,9 +189,8 @@ def penalise_rewards(
         UnknownNameError, ShapeError, MaskError, NonFiniteError.
         AlgorithmError: `kl_penalty` is "full".
     """
-    (log_prob, ref), mask = _under_mask(
-        response_mask_BT, True, log_prob=log_prob_BT.detach(), ref_log_prob=ref_log_prob_BT.detach()
-    )
+    given = {"log_prob": log_prob_BT.detach(), "ref_log_prob": ref_log_prob_BT.detach()}
+    (log_prob, ref), mask = _under_mask(response_mask_BT, **given)
     require_same_shape("response_mask", mask, token_level_scores=token_level_scores_BT)
     scores = as_float(token_level_scores_BT.detach()).masked_fill(~mask, 0)
     require_finite(token_level_scores=scores)
@@ -206,7 +202,7 @@ def penalise_rewards(
 
 
 def entropy_bonus(
-    entropy_BT: Tensor, response_mask_BT: Tensor, *, entropy_coeff: float, validate: bool = True
+    entropy_BT: Tensor, response_mask_BT: Tensor, *, entropy_coeff: float
 ) -> PolicyLoss:
     """Compute ℓ = −c·H (arXiv 1602.01783, section 4), a term of the actor's loss.
 
@@ -214,7 +210,6 @@ def entropy_bonus(
         entropy_BT: H, the entropy of each token's distribution in nats, with gradient.
         response_mask_BT: 0/1.
         entropy_coeff: c.
-        validate: check `entropy_BT` for NaN and infinity.
 
     Returns:
         The loss of each token, 0 outside the mask, and the metric `entropy`.
@@ -222,13 +217,13 @@ def entropy_bonus(
     Raises:
         ShapeError, MaskError, NonFiniteError.
     """
-    mask = checked_mask(response_mask_BT, validate, entropy=entropy_BT)
+    mask = checked_mask(response_mask_BT, entropy=entropy_BT)
     kept = entropy_BT.masked_fill(~mask, 0)
     return PolicyLoss(-entropy_coeff * kept, {"entropy": Partial.mean(kept, mask)})
 
 
 def _under_mask(
-    response_mask_BT: Tensor, validate: bool, **tensors: Tensor | None
+    response_mask_BT: Tensor, **tensors: Tensor | None
 ) -> tuple[tuple[Tensor, ...], Tensor]:
     """Return (the tensors with 0 outside the mask, the bool mask).
 
@@ -245,7 +240,7 @@ def _under_mask(
             f"estimator.",
             tensor=missing,
         )
-    mask = checked_mask(response_mask_BT, validate, **given)
+    mask = checked_mask(response_mask_BT, **given)
     return tuple(as_float(tensor).masked_fill(~mask, 0) for tensor in given.values()), mask
 
 

@@ -198,7 +198,7 @@ def select_tokens(
     tensors = {"old_log_prob_BT": old_log_prob_BT, "advantages_BT": advantages_BT}
     return entry.select(
         **tensors,
-        response_mask_BT=_checked_mask(response_mask_BT, tensors, validate=True),
+        response_mask_BT=_checked_mask(response_mask_BT, tensors),
         **{key: value for key, value in chosen.items() if key in entry.select_settings},
     )
 
@@ -214,7 +214,6 @@ def compute_policy_loss(
     entropy_BT: Tensor | None = None,
     selected_BT: Tensor | None = None,
     importance_weights_BT: Tensor | None = None,
-    validate: bool = True,
     **settings: object,
 ) -> PolicyLoss:
     """Compute the loss of each token with the policy loss `name`, for any rows of the batch.
@@ -227,7 +226,6 @@ def compute_policy_loss(
         entropy_BT: entropy in nats, for losses that need it.
         selected_BT: from `select_tokens` over the whole batch, for losses that need it.
         importance_weights_BT: constant weight of each token (`importance.py`).
-        validate: check the tensors for NaN and infinity (one reduction per tensor).
         settings: settings of the loss; `SHARED_SETTINGS` may be passed to any loss.
 
     Returns:
@@ -251,7 +249,7 @@ def compute_policy_loss(
     remedies = (SELECT_FIRST,) if unselected else ()
     inputs = registry.needed_inputs(f"The policy loss `{name}`", entry.needs, given, *remedies)
     inputs.pop("selected_BT", None)
-    mask = _checked_mask(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT}, validate)
+    mask = _checked_mask(response_mask_BT, {**inputs, "log_prob_BT": log_prob_BT})
     # 0 outside the mask, so that a loss may multiply by the mask: 0 · NaN would be NaN.
     inputs = {key: as_float(tensor).masked_fill(~mask, 0) for key, tensor in inputs.items()}
     if selected_BT is not None and "selected_BT" in entry.needs:
@@ -263,10 +261,10 @@ def compute_policy_loss(
         **{key: value for key, value in chosen.items() if key not in entry.select_settings},
     )
     if entry.origin != "built-in":
-        result = _check_user_result(name, result, mask, validate)
+        result = _check_user_result(name, result, mask)
     if importance_weights_BT is None:
         return result
-    checked_mask(mask, validate, importance_weights=importance_weights_BT)
+    checked_mask(mask, importance_weights=importance_weights_BT)
     weights = as_float(importance_weights_BT.detach()).masked_fill(~mask, 0)
     # GMPO has the same loss −1 at both tokens of a response. With weights 0.5 and 1.5, both tokens
     # get the mean weight 1 and keep the loss −1, so it remains one number per response.
@@ -276,16 +274,13 @@ def compute_policy_loss(
     return PolicyLoss(result.loss_BT * weights, metrics)
 
 
-def _checked_mask(response_mask_BT: Tensor, tensors: dict[str, Tensor], validate: bool) -> Tensor:
+def _checked_mask(response_mask_BT: Tensor, tensors: dict[str, Tensor]) -> Tensor:
     named = {key.removesuffix("_BT"): tensor for key, tensor in tensors.items()}
-    return checked_mask(response_mask_BT, validate, **named)
+    return checked_mask(response_mask_BT, **named)
 
 
-def _check_user_result(
-    name: str, result: PolicyLoss | Tensor, mask: Tensor, validate: bool
-) -> PolicyLoss:
+def _check_user_result(name: str, result: PolicyLoss | Tensor, mask: Tensor) -> PolicyLoss:
     """Return the result of a user's loss with 0 outside the mask, after checking it."""
     loss = PolicyLoss(result) if isinstance(result, Tensor) else result
-    named = {f"loss of {name}": loss.loss_BT}
-    checked_mask(mask, validate, **named)
+    checked_mask(mask, **{f"loss of {name}": loss.loss_BT})
     return PolicyLoss(loss.loss_BT.masked_fill(~mask, 0), loss.metrics)

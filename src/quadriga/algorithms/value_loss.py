@@ -21,7 +21,6 @@ def value_loss(
     response_mask_BT: Tensor,
     *,
     cliprange_value: float | None = 0.5,
-    validate: bool = True,
 ) -> PolicyLoss:
     """Compute the clipped squared error of the values.
 
@@ -34,7 +33,6 @@ def value_loss(
         returns_BT: R, the targets.
         response_mask_BT: 0/1.
         cliprange_value: ε; None does not clip.
-        validate: check the tensors for NaN and infinity.
 
     Returns:
         The loss of each token, 0 outside the mask, and the metrics `vpred_mean` and `vf_clipfrac`.
@@ -48,7 +46,7 @@ def value_loss(
             f"`cliprange_value` must be at least 0, but received {cliprange_value}."
         )
     tensors = {"values": values_BT, "old_values": old_values_BT, "returns": returns_BT}
-    mask = checked_mask(response_mask_BT, validate, **tensors)
+    mask = checked_mask(response_mask_BT, **tensors)
     values, old, returns = (as_float(t).masked_fill(~mask, 0) for t in tensors.values())
     loss = unclipped = (values - returns).square()
     metrics = {"vpred_mean": Partial.mean(values, mask)}

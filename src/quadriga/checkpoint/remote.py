@@ -289,9 +289,8 @@ class Uploads:
     def _send_reports(self, remote: RemoteRun) -> None:
         """Upload the files that the run has changed since the last call."""
         root = self._folder.path
-        for path in (
-            file for name in (run_folder.CONFIG, *RECORDS) for file in _files(root / name)
-        ):
+        kept = (root / name for name in (run_folder.CONFIG, *RECORDS))
+        for path in (file for one in kept for file in (one, *one.rglob("*")) if file.is_file()):
             name, stat = str(path.relative_to(root)), path.stat()
             if (stamp := (stat.st_size, stat.st_mtime_ns)) != self._stamps.get(name):
                 # The run appends to it meanwhile. The next upload replaces what a kill leaves.
@@ -309,10 +308,6 @@ def _shown(owner: bytes) -> str:
 
 def _forget_after(remote: RemoteRun, step: int) -> None:
     remote.forget(later for later in remote.steps() if later > step)
-
-
-def _files(path: Path) -> list[Path]:
-    return [file for file in (path, *path.rglob("*")) if file.is_file()]
 
 
 def check_remote_folder(trainer: RunConfig, existing: Existing) -> None:

@@ -1,53 +1,45 @@
 """Snapshots between checkpoints: the state of each rank in the memory of another process.
 
-    rank         copy of the state │ chunks ─► keeper, a process of another node
+    rank         copy of the state │ bytes ─► keeper, a process of another node
     controller   its own state     │
     step         waits             │ goes on
 
 After a loss, all ranks of new groups load the newest snapshot that is complete for every rank. A
-keeper has two complete snapshots of a rank at most: while ranks send one, the one before stays.
+keeper has memory for two snapshots of a rank: while ranks send one, the one before stays.
 """
 
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from quadriga.checkpoint.folders import ControllerState, Resumed, SavedGroups
 from quadriga.checkpoint.shards import Block, RankState, block_of, restore_random
 from quadriga.observability.jsonl import JsonObject
-from quadriga.single_controller.keepers import Keeper
+from quadriga.single_controller.keepers import PART_BYTES, Keeper, keep
 
 _log = logging.getLogger("quadriga")
 
-CHUNK_BYTES = 64 << 20
-"""Most bytes of a value that is sent to a keeper."""
-
 
 def send_state(state: RankState, keeper: Keeper, key: str) -> None:
-    """Send a copy of the state of a rank to a keeper: a header, then the bytes of its tensors."""
-    header: JsonObject = {
+    """Send a copy of the state of a rank to a keeper: the size of a header, the header (JSON), and
+    the bytes of its tensors."""
+    header = json.dumps({
         "blocks": list(state.blocks),
         "extra": state.extra,
         "random": {name: tensor.tolist() for name, tensor in state.random.items()},
         "origin": asdict(state.origin),
-    }
-    keeper.add(key, state.origin.step, header)
-    for block in state.blocks.values():
-        for chunk in _chunks(block.data):
-            keeper.add(key, state.origin.step, chunk)
-    keeper.end(key, state.origin.step)
+    }).encode()  # fmt: skip
+    values = (_bytes_of(block.data) for block in state.blocks.values())
+    keep(keeper, key, state.origin.step, (len(header).to_bytes(8), header, *values))
 
 
-def _chunks(data: Tensor) -> Iterator[npt.NDArray[np.uint8]]:
-    flat = data.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
-    for start in range(0, len(flat), CHUNK_BYTES):
-        yield flat[start : start + CHUNK_BYTES]
+def _bytes_of(data: Tensor) -> memoryview:
+    return data.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def receive_state(
@@ -61,23 +53,22 @@ def receive_state(
     Raises:
         LostObjectError: the keeper has ended, or does not have the snapshot.
     """
-    values = keeper.read(key, step)
-    header = next(values)
+    start = 8 + int.from_bytes(keeper.read(key, step, 0, 8))
+    header = json.loads(keeper.read(key, step, 8, start - 8))
     blocks = {name: block_of(t, header["origin"]["rank"]) for name, t in tensors.items()}
     with torch.no_grad():
         for name in header["blocks"]:
             data = blocks[name].data
             host = torch.empty(data.shape, dtype=data.dtype)
-            flat, start = host.reshape(-1).view(torch.uint8).numpy(), 0
-            while start < len(flat):
-                chunk = next(values)
-                flat[start : start + len(chunk)] = chunk
-                start += len(chunk)
+            flat = _bytes_of(host)
+            for at in range(0, len(flat), PART_BYTES):
+                size = min(PART_BYTES, len(flat) - at)
+                flat[at : at + size] = keeper.read(key, step, start + at, size)
             data.copy_(host)
+            start += len(flat)
     random = {n: torch.tensor(v, dtype=torch.uint8) for n, v in header["random"].items()}
     restore_random(random, header["extra"]["random"])
-    scalars: JsonObject = header["extra"]["scalars"]
-    return scalars
+    return {**header["extra"]["scalars"]}
 
 
 Keepers = dict[str, list[Keeper]]

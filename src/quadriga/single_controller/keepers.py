@@ -1,74 +1,125 @@
-"""What keeps values of ranks in the memory of another process, so that they survive a rank."""
+"""What keeps the states of ranks in the memory of another process, so that they survive a rank.
 
-from collections.abc import Iterator
-from typing import Any, Protocol, Self, TypeAlias
+    rank     begin ─────────────────► keeper: anonymous memory (memfd)
+             bytes ─► /proc/PID/fd/N  if the keeper is on this machine
+             bytes, in calls ───────► else
+             end ───────────────────► complete
+
+A keeper has memory for two entries of a key, and uses it again. So on one machine an entry costs
+one copy of its bytes, and after the first two no new memory.
+"""
+
+import io
+import os
+import uuid
+import weakref
+from collections.abc import Iterable
+from typing import Any, Protocol, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from quadriga.errors import LostObjectError
 
-Value: TypeAlias = Any
-"""A JSON object, or an array of bytes."""
+Bytes = npt.NDArray[np.uint8]
+PART_BYTES = 64 << 20
+"""Most bytes that are sent to a keeper at once, or read from it."""
 
 
 class Keeper(Protocol):
-    """Keeps entries: lists of values, by a key and a step. A handle of it can be sent to ranks.
+    """Keeps entries, by a key and a step. A handle of it can be sent to ranks.
 
     Every method but `steps` raises `LostObjectError` if the process of the keeper has ended.
     """
 
-    def add(self, key: str, step: int, value: Value) -> None:
-        """Append a copy of a value to an entry."""
+    def begin(self, key: str, step: int) -> tuple[str, str]:
+        """Begin an entry. Its memory is that of an entry which is not complete or has no earlier
+        step, else that of the older one of two.
 
-    def end(self, key: str, step: int) -> None:
-        """Note that an entry is complete, and drop all of its key but this and the one before."""
+        Returns:
+            The path of the memory, and where the path leads to on the machine of the keeper.
+        """
+
+    def write(self, key: str, data: Bytes) -> None:
+        """Append bytes to the entry that was begun last."""
+
+    def end(self, key: str) -> None:
+        """Note that the entry that was begun last is complete."""
 
     def steps(self, key: str) -> list[int]:
         """Return the steps of the complete entries of a key; none if the keeper has ended."""
 
-    def value(self, key: str, step: int, index: int) -> Value:
-        """Return a value of a complete entry; None after the last one."""
+    def read(self, key: str, step: int, start: int, size: int) -> bytes:
+        """Return bytes of a complete entry."""
 
-    def read(self, key: str, step: int) -> Iterator[Value]:
-        """Yield the values of a complete entry."""
-        index = 0
-        while (value := self.value(key, step, index)) is not None:
-            yield value
-            index += 1
+
+class _Memory:
+    step, complete = 0, False
+
+    def __init__(self) -> None:
+        self.number = os.memfd_create(f"quadriga-{uuid.uuid4().hex}", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.number)
 
 
 class KeptValues(Keeper):
     """The entries of a keeper, in its process. On the local backend, a keeper by itself."""
 
     def __init__(self) -> None:
-        self._complete: dict[str, dict[int, list[Value]]] = {}
-        self._begun: dict[str, tuple[int, list[Value]]] = {}
+        self._kept: dict[str, list[_Memory]] = {}  # in the order of steps
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # what a rank of this process is sent is the keeper itself
 
-    def add(self, key: str, step: int, value: Value) -> None:
+    def begin(self, key: str, step: int) -> tuple[str, str]:
         """See `Keeper`."""
-        # What a rank that has ended has left of another step, or of the same one, is dropped.
-        begins = not isinstance(value, np.ndarray)
-        if begins or self._begun.get(key, (None,))[0] != step:
-            self._begun[key] = (step, [])
-        self._begun[key][1].append(value if begins else value.copy())
+        kept = self._kept.get(key, [])
+        free = [m for m in kept if not m.complete or m.step >= step] or kept[:-1]
+        memory = free[0] if free else _Memory()
+        memory.step, memory.complete = step, False
+        os.lseek(memory.number, 0, os.SEEK_SET)
+        self._kept[key] = [*(m for m in kept if m not in free), memory]
+        path = f"/proc/{os.getpid()}/fd/{memory.number}"
+        return path, os.path.realpath(path)
 
-    def end(self, key: str, step: int) -> None:
+    def write(self, key: str, data: Bytes) -> None:
         """See `Keeper`."""
-        entries = self._complete.setdefault(key, {})
-        before = [earlier for earlier in sorted(entries) if earlier < step][-1:]
-        kept = {earlier: entries[earlier] for earlier in before}
-        self._complete[key] = kept | {step: self._begun.pop(key)[1]}
+        os.write(self._kept[key][-1].number, data.data)
+
+    def end(self, key: str) -> None:
+        """See `Keeper`."""
+        self._kept[key][-1].complete = True
 
     def steps(self, key: str) -> list[int]:
         """See `Keeper`."""
-        return list(self._complete.get(key, {}))
+        return [memory.step for memory in self._kept.get(key, []) if memory.complete]
 
-    def value(self, key: str, step: int, index: int) -> Value:
+    def read(self, key: str, step: int, start: int, size: int) -> bytes:
         """See `Keeper`."""
-        values = self._complete.get(key, {}).get(step)
-        if values is None:
+        if step not in self.steps(key):
             raise LostObjectError(f"no snapshot of step {step} of {key} is kept")
-        return values[index] if index < len(values) else None
+        memory = next(memory for memory in self._kept[key] if memory.step == step)
+        return os.pread(memory.number, size, start)
+
+
+class _Calls(io.RawIOBase):
+    """Sends what is written to a keeper of another machine."""
+
+    def __init__(self, keeper: Keeper, key: str) -> None:
+        self._keeper, self._key = keeper, key
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        part = np.frombuffer(data, np.uint8, min(len(data), PART_BYTES))
+        self._keeper.write(self._key, part)
+        return len(part)
+
+
+def keep(keeper: Keeper, key: str, step: int, values: Iterable[bytes | memoryview]) -> None:
+    """Have a keeper keep an entry: these bytes, one after the other."""
+    path, memory = keeper.begin(key, step)
+    here = os.path.realpath(path) == memory
+    with open(path, "r+b") if here else io.BufferedWriter(_Calls(keeper, key), PART_BYTES) as file:
+        file.writelines(values)
+    keeper.end(key)

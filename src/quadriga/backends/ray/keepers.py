@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,7 @@ from ray.exceptions import RayError
 
 from quadriga.backends.ray.cluster import actor_on_node, cluster_nodes
 from quadriga.errors import LostObjectError, first_line
-from quadriga.single_controller.keepers import Keeper, KeptValues, Value
+from quadriga.single_controller.keepers import Bytes, Keeper, KeptValues
 
 if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import RankActor, Ref
@@ -24,25 +25,28 @@ class RayKeeper(Keeper):
 
     actor: RankActor
 
-    def add(self, key: str, step: int, value: Value) -> None:
+    def begin(self, key: str, step: int) -> tuple[str, str]:
         """See `Keeper`."""
-        _answer(self.actor.add.remote(key, step, value))
+        path, memory = _answer(self.actor.begin.remote(key, step))
+        return path, memory
 
-    def end(self, key: str, step: int) -> None:
+    def write(self, key: str, data: Bytes) -> None:
         """See `Keeper`."""
-        _answer(self.actor.end.remote(key, step))
+        _answer(self.actor.write.remote(key, data))
+
+    def end(self, key: str) -> None:
+        """See `Keeper`."""
+        _answer(self.actor.end.remote(key))
 
     def steps(self, key: str) -> list[int]:
         """See `Keeper`."""
-        try:
-            found: list[int] = _answer(self.actor.steps.remote(key))
-        except LostObjectError:
-            return []
-        return found
+        with suppress(LostObjectError):
+            return [*_answer(self.actor.steps.remote(key))]
+        return []
 
-    def value(self, key: str, step: int, index: int) -> Value:
+    def read(self, key: str, step: int, start: int, size: int) -> bytes:
         """See `Keeper`."""
-        return _answer(self.actor.value.remote(key, step, index))
+        return bytes(_answer(self.actor.read.remote(key, step, start, size)))
 
 
 def _answer(call: Ref) -> Any:  # as the method returns it
@@ -60,10 +64,6 @@ def keepers_of(nodes: list[str]) -> list[RayKeeper]:
     Keepers of one node are one actor, which ends when the last handle of the controller is gone.
     """
     alive = [n.node_id for n in sorted(cluster_nodes(), key=lambda n: n.address) if n.alive]
-    places = {n: alive[(alive.index(n) + 1) % len(alive)] for n in nodes if n in alive}
-    missing = alive[0]
-    actors = {
-        place: actor_on_node(KeptValues, place, f"quadriga_keeper_{place}")
-        for place in {missing, *places.values()}
-    }
-    return [RayKeeper(actors[places.get(node, missing)]) for node in nodes]
+    places = [alive[(alive.index(n) + 1) % len(alive)] if n in alive else alive[0] for n in nodes]
+    actors = {p: actor_on_node(KeptValues, p, f"quadriga_keeper_{p}") for p in {*places}}
+    return [RayKeeper(actors[place]) for place in places]
