@@ -1,6 +1,8 @@
 """Code in a sandbox reaches nothing of the machine; what it does costs its own call alone."""
 
 import os
+import re
+import sys
 import time
 from pathlib import Path
 
@@ -134,3 +136,32 @@ RESPONSES = {
 @pytest.mark.parametrize("response", RESPONSES)
 def test_a_response_that_passes_its_tests_scores_1(response):
     assert pytest_reward("", response, TESTS) == RESPONSES[response]
+
+
+PODMAN = """#!/bin/sh
+cd FOLDER; echo "$@" >> calls
+[ $1 = run ] || exit 0
+while [ $1 != python3 ]; do [ $1 = absent ] && echo "no such image" && exit 125; shift; done
+shift; exec PYTHON "$@"
+"""
+
+
+def test_an_image_runs_in_a_container(tmp_path, monkeypatch):
+    (tmp_path / "podman").write_text(
+        PODMAN.replace("FOLDER", str(tmp_path)).replace("PYTHON", sys.executable)
+    )
+    (tmp_path / "podman").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    code = "from helper import x\nprint(x)\nraise SystemExit(x)"
+    result = run_python(code, image="mine", files={"helper.py": "x = 3"}, memory_mb=64)
+    assert (result.status, result.code, result.output) == ("ended", 3, "3\n")
+    late = run_python("while True: pass", image="mine", timeout_s=0.5)
+    assert (late.status, late.code) == ("timed_out", None)
+    _, run, killed = (tmp_path / "calls").read_text().split("run --rm")
+    assert "--network=none" in run and "--memory=64m" in run and "--read-only" in run
+    assert re.search(r"--name=(\w+)", killed)[1] == killed.split()[-1]
+    with pytest.raises(InputError, match="cannot run a container of absent: no such image"):
+        run_python("print(1)", image="absent")
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(InputError, match="needs podman or docker"):
+        run_python("print(1)", image="mine")

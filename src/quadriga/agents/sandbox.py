@@ -4,7 +4,8 @@ Each call has processes of its own (`sandbox_process`) in namespaces of the kern
 no network, no other process, no environment variable of the run, and of the files Python and the
 libraries of the system, which they can only read. What they write is in memory and ends with them.
 Where the system does not allow namespaces, as in many containers, code is not run, unless
-`allow_unisolated=True`: then only the limits hold.
+`allow_unisolated=True`: then only the limits hold. With an `image` the code runs in a container of
+podman or docker instead, where these are installed.
 
 The kernel of the machine is shared. Use a virtual machine for code that may attack it.
 """
@@ -15,6 +16,7 @@ import os
 import re
 import secrets
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +41,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
     "MALLOC_ARENA_MAX": "1",
 }
+_PULL_S = 300.0  # until a container runs, whose image may be fetched
 _LAST_READ_S = 2.0  # for the output that is left when the processes are killed
 _AT_ONCE = threading.BoundedSemaphore(max(2, os.cpu_count() or 1))  # the others wait, without limit
 
@@ -77,6 +80,7 @@ def run_python(
     max_output: int = 20_000,
     processes: int = 32,
     allow_unisolated: bool = False,
+    image: str | None = None,
 ) -> Result:
     """Run Python code in a folder of its own, with the packages of this Python.
 
@@ -87,19 +91,27 @@ def run_python(
         max_output: bytes; code that prints more is killed.
         processes: and threads that it may have.
         allow_unisolated: run it with limits alone where the system allows no isolation.
+        image: run it in a container of this image, with the packages of its `python3`. The limit of
+            `memory_mb` is on all processes together, and on what is written.
 
     Raises:
-        InputError: the system does not allow isolation; a path leads out of the folder; or the
-            process cannot start.
+        InputError: the system does not allow isolation; a path leads out of the folder; the
+            process cannot start; or no container of the image can be run.
     """
     for name in files or {}:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise InputError(f"files[{name!r}] must be a relative path inside of the folder")
+    written = {**(files or {}), "main.py": code}
+    if image is not None:
+        with _AT_ONCE:
+            return _run_in_container(
+                image, written, timeout_s, max_output, f"{memory_mb}m", processes
+            )
     with _AT_ONCE, tempfile.TemporaryDirectory(prefix="quadriga_") as folder:
         request = {
             "argv": [sys.executable, "-E", "-s", "-B", "main.py"],
             "environment": _ENVIRONMENT,
-            "files": {**(files or {}), "main.py": code},
+            "files": written,
             "folder": folder,
             "shown": sorted({sys.prefix, sys.base_prefix}),
             "cpu_s": math.ceil(timeout_s) + 1,
@@ -107,7 +119,13 @@ def run_python(
             "processes": processes,
             "allow_unisolated": allow_unisolated,
         }
-        output, told, cause = _run(json.dumps(request).encode(), timeout_s, max_output)
+        output, told, cause, _ = _run(
+            [sys.executable, "-I", "-S", sandbox_process.__file__],
+            json.dumps(request).encode(),
+            timeout_s,
+            max_output,
+            env={},
+        )
     if not told and cause is None:
         raise InputError(f"the process of a sandbox cannot start: {output[-300:]!r}")
     isolated = bool(told and told[0]["isolated"])
@@ -123,26 +141,82 @@ def run_python(
     return Result(cause or "out_of_memory", None, text, isolated)
 
 
+# The program in a container: it says that it runs, writes the files, and becomes main.py.
+_BEGIN = """
+import json, os, sys
+word, files = json.loads(sys.stdin.readline())
+print(word, flush=True)
+for name, text in files.items():
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    open(name, "w").write(text)
+os.execv(sys.executable, [sys.executable, "-E", "-s", "-B", "main.py"])
+"""
+
+
+def _run_in_container(
+    image: str,
+    files: Mapping[str, str],
+    timeout_s: float,
+    max_output: int,
+    memory: str,
+    processes: int,
+) -> Result:
+    tool = shutil.which("podman") or shutil.which("docker")
+    if tool is None:
+        raise InputError(f"image={image!r} needs podman or docker, and neither is installed")
+    word, name = secrets.token_hex(8), f"quadriga_{secrets.token_hex(8)}"
+    bounds = {
+        "memory": memory, "memory-swap": memory, "pids-limit": processes, "cpus": 1,
+        "network": "none", "cap-drop": "all", "security-opt": "no-new-privileges",
+        "user": "65534:65534", "workdir": "/quadriga", "env": "HOME=/tmp", "name": name,
+    }  # fmt: skip
+    folders = [f"--tmpfs={path}:rw,mode=1777,size={memory}" for path in ("/quadriga", "/tmp")]
+    given = [*(f"--{key}={value}" for key, value in bounds.items()), "--read-only", *folders]
+    program = [tool, "run", "--rm", "--interactive", *given, image, "python3", "-c", _BEGIN]
+    request = json.dumps([word, files]).encode() + b"\n"
+    start = len(word) + 1
+    output, _, cause, code = _run(program, request, timeout_s, max_output + start, start_s=_PULL_S)
+    if cause is not None:  # the tool was killed, and its container goes on
+        subprocess.run([tool, "kill", name], capture_output=True, timeout=60, check=False)
+    if not output.startswith(word.encode()):
+        problem = "no output" if cause is None else f"it has {cause.replace('_', ' ')}"
+        last = output.decode("utf-8", "replace").strip()[-300:] or problem
+        raise InputError(f"{tool} cannot run a container of {image}: {last}")
+    text = output[start : start + max_output].decode("utf-8", "replace")
+    if cause is None and code != 128 + signal.SIGKILL:
+        return Result("ended", code, text, True)
+    return Result(cause or "out_of_memory", None, text, True)
+
+
 def _run(
-    request: bytes, timeout_s: float, max_output: int
-) -> tuple[bytes, list[dict[str, object]], Literal["timed_out", "too_much_output"] | None]:
+    program: list[str],
+    request: bytes,
+    timeout_s: float,
+    max_output: int,
+    env: Mapping[str, str] | None = None,
+    start_s: float = 0.0,
+) -> tuple[bytes, list[dict[str, object]], Literal["timed_out", "too_much_output"] | None, int]:
     """Start the processes, and read until they have ended or are killed.
 
+    Args:
+        program: which gets the descriptor of a pipe as its last argument.
+        env: None: the variables of this process.
+        start_s: further seconds until its first output, with which `timeout_s` begins.
+
     Returns:
-        their output; the lines that they have told; and why they were killed.
+        their output; the lines that they have told; why they were killed; and the exit code.
     """
     told, its_end = os.pipe()
-    program = [sys.executable, "-I", "-S", sandbox_process.__file__, str(its_end)]
     found = {"output": b"", "told": b""}
     cause: Literal["timed_out", "too_much_output"] | None = None
     with (
         os.fdopen(told, "rb", buffering=0) as status,
         subprocess.Popen(
-            program,
+            [*program, str(its_end)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={},
+            env=env,
             pass_fds=[its_end],
             start_new_session=True,
         ) as process,
@@ -156,7 +230,7 @@ def _run(
                 process.stdin.close()
             ready.register(process.stdout, selectors.EVENT_READ, "output")
             ready.register(status, selectors.EVENT_READ, "told")
-            ends = time.monotonic() + timeout_s
+            ends = time.monotonic() + start_s + timeout_s
             while ready.get_map():
                 left = ends - time.monotonic()
                 if left <= 0:
@@ -168,6 +242,8 @@ def _run(
                     data = os.read(key.fd, 1 << 16)
                     if not data:
                         ready.unregister(key.fileobj)
+                    if start_s and key.data == "output":
+                        start_s, ends = 0.0, time.monotonic() + timeout_s
                     if len(found[key.data]) <= max_output:
                         found[key.data] += data
                 if len(found["output"]) > max_output and cause is None:
@@ -175,7 +251,8 @@ def _run(
                     _kill(process)
         finally:
             _kill(process)
-    return found["output"], [json.loads(line) for line in found["told"].splitlines()], cause
+    lines = [json.loads(line) for line in found["told"].splitlines()]
+    return found["output"], lines, cause, process.returncode
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
