@@ -3,8 +3,6 @@
 Without a fault it is the engine `hf` in float32.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 from dataclasses import replace

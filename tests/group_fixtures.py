@@ -1,7 +1,5 @@
 """Fixtures of the folders that start worker groups on both backends, for their conftest files."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """A hub on loopback: the requests of huggingface_hub that read data sets and push models."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

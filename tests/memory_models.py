@@ -1,7 +1,5 @@
 """Small models of several families, whose memory is computed and measured, and the measurement."""
 
-from __future__ import annotations
-
 from torch.profiler import ProfilerActivity, profile
 from transformers import FalconConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 

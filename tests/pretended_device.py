@@ -5,8 +5,6 @@ computed from such tensors, and `Tensor.device` says so. An operation on tensors
 of the CPU raises, as on a real device.
 """
 
-from __future__ import annotations
-
 from unittest.mock import MagicMock
 
 import torch

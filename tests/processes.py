@@ -1,7 +1,5 @@
 """Run a command in a process of its own, and read processes that may end at any moment."""
 
-from __future__ import annotations
-
 import multiprocessing
 import subprocess
 import sys

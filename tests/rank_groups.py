@@ -1,7 +1,5 @@
 """Run a function in several processes, which join a process group."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Laws of how tokens are drawn and of texts that end a response, beside those of the kit."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """moto's S3 server on loopback, and faults that a test puts into its answers."""
 
-from __future__ import annotations
-
 import io
 import threading
 import time

@@ -1,7 +1,5 @@
 """One training step, after which every weight of a small model differs."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """An environment whose turns name what it does."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Functions that play whole episodes."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ This file does not import the package. Token losses are computed from 0-d tensor
 provides their gradients.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

@@ -4,8 +4,6 @@
 shutdown, the error, and the processes that are left.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import stat

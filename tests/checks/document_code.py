@@ -7,8 +7,6 @@ Markers are HTML comments on a line of their own:
 - `<!-- not run: reason -->` before a block: the block is a fragment that cannot run.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -6,8 +6,6 @@
 Python files directly in it, without its `__init__`.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -4,8 +4,6 @@
 if their numbers are those of the FSDP engine on one rank.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, product

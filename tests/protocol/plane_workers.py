@@ -1,7 +1,5 @@
 """Workers of the data-plane tests."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

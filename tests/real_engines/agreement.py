@@ -1,7 +1,5 @@
 """Small models, prompts, and the comparison of an engine with `hf` that all engines share."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -6,8 +6,6 @@ and only if it installs for a CPU. One function is needed to generate, and one o
 the others belong to speculative decoding and raise.
 """
 
-from __future__ import annotations
-
 from typing import NoReturn
 
 import numpy as np

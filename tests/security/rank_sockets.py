@@ -1,7 +1,5 @@
 """A worker that joins a process group and reports the addresses on which its process listens."""
 
-from __future__ import annotations
-
 from quadriga.single_controller import Dispatch, Worker, register
 
 

@@ -1,7 +1,5 @@
 """Records which fields the stages of a step read and write while a real step runs."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterable

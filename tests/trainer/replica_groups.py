@@ -1,7 +1,5 @@
 """Worker groups of replicas that answer, fail and die as a test says. No process, no clock."""
 
-from __future__ import annotations
-
 import torch
 
 from quadriga.errors import QuadrigaError, WorkerDiedError, WorkerMethodError

@@ -1,7 +1,5 @@
 """A run of `quadriga train` in a process of its own, and all processes that it has started."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """A Ray cluster of three nodes on this machine, and what a run leaves behind on it."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

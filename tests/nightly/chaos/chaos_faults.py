@@ -3,8 +3,6 @@
 The choices of fault `n` depend on the seed and `n` only.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -4,8 +4,6 @@ The model has no splits, handles, messages or processes. It is what a program wo
 rows were in one process.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

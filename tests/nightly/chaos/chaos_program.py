@@ -3,8 +3,6 @@
 The choices of step `n` of thread `t` depend on the seed, `t` and `n` only.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 

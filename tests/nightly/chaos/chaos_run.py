@@ -17,8 +17,6 @@ A JSON report is printed at the end. The exit code is 1 if an invariant was viol
 choices follow from the seed; their timing does not.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """The workers that the chaos program calls, and the gate files that hold their methods."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

@@ -7,8 +7,6 @@ guard fails without it, and needs no entry.
 `old` occurs exactly once in the file. `new` lets the program go on as if there were no guard.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 WEIGHTS = "tests/security/test_model_weights.py"
