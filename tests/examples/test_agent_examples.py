@@ -1,6 +1,7 @@
 """The examples in examples/agents."""
 
 import asyncio
+import os
 import random
 from pathlib import Path
 
@@ -56,7 +57,10 @@ def test_a_text_game_is_learned():
 
 
 @pytest.mark.nightly
-def test_a_program_of_its_own_is_trained():
-    rows = example("openai_program").main(2)
+@pytest.mark.parametrize("name", ["openai_program", "verifiers_environment"])
+def test_a_program_of_its_own_is_trained(name):
+    if name == "verifiers_environment" and "VERIFIERS_PYTHON" not in os.environ:
+        pytest.skip("VERIFIERS_PYTHON names no Python with verifiers")
+    rows = [row for row in example(name).main(2) if "agent/won" in row]
     assert len(rows) == 2 and all(row["agent/turns/mean"] > 1 for row in rows)
     assert all(row["agent/raised"] == 0 and row["agent/contexts"] == 1 for row in rows)
