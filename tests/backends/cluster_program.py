@@ -1,7 +1,5 @@
 """A cluster of three simulated nodes on this machine: where ranks are, and the loss of a node."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -11,8 +11,6 @@ import pytest
 from quadriga.agents.environments import Action, EnvironmentRef
 from quadriga.agents.pool import EpisodePool
 from quadriga.backends.ray import processes
-from quadriga.errors import WorkerDiedError
-from quadriga.rewards.pool import PoolProcess
 
 ENVIRONMENT = """
 import os, signal, time
@@ -60,11 +58,6 @@ def test_environments_are_hosted_and_end(pool):
 def test_a_call_that_hangs_or_dies_costs_its_episode(pool):
     answers = play(pool, [{}, {"dies": True}, {"hangs": True}, {}])
     assert [answer.status for answer in answers] == ["observed", "crashed", "timed_out", "observed"]
-
-
-def test_a_program_that_ends_at_its_start_is_named(ray_backend):
-    with pytest.raises(WorkerDiedError, match=r"no\.module ended at its start, exit code 1"):
-        PoolProcess(None, "no.module", processes.start_on_a_node)
 
 
 def test_a_connection_without_the_token_is_closed():

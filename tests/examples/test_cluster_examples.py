@@ -28,7 +28,7 @@ exec sleep 300
 QUADRIGA = """#!/usr/bin/env bash
 trap 'kill $!; echo "saved" >> "$CALLS"; exit 75' USR1
 echo "$RAY_ADDRESS ${#RAY_AUTH_TOKEN}" >> "$CALLS"
-[[ $1 == train ]] && exit 3
+[[ $1 == train ]] && { until grep -q ^b: "$CALLS"; do sleep 0.1; done; exit 3; }
 sleep 300 & wait
 """
 

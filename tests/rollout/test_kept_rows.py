@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from quadriga.config.schema import ModelConfig
+from quadriga.data.loader import pad_rows
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import Continued, SamplingParams
 from rollout_slices import in_slices, in_turns
@@ -130,6 +131,19 @@ def test_turns_go_on_behind_observations_from_what_is_kept(engine):
     for one, other in zip(others, log_probs, strict=True):
         assert one == pytest.approx(other, abs=2e-5)
     if engine._cached.adds_several:
-        assert sum(map(len, rows)) < engine.computed < many / 2
+        assert engine.computed < min(sum(map(len, rows)), many / 4)  # prompts are shared
+        assert all(part.rows.visible.shape[1] <= max(map(len, rows)) for part in engine._kept)
     assert turns(engine, 64) == (kept, others), "the same calls give the same numbers, to the bit"
     assert turns(engine, 4)[0] == rows, "some are forgotten"
+
+
+def test_a_kept_row_goes_on_as_it_is_and_with_more_tokens(engine):
+    engine.computed = 0
+    first = continue_rows(engine, torch.tensor([[5, 6, 7]]), [5], 0, keep=3).response_ids
+    row = [5, 6, 7, *first[0].tolist()]
+    request = *pad_rows([row, [*row, 40, 41]], 0, 9, "left"), SAMPLING, torch.tensor([5, 5])
+    sampled = torch.tensor([2, 4])
+    kept, again = (
+        engine.generate(*request, continued=Continued(sampled, 2, keep)) for keep in (3, 0)
+    )
+    assert kept.response_ids.equal(again.response_ids)

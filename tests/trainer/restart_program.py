@@ -6,8 +6,6 @@ how far the kills are, also for the next controller; each is written to `kills.j
 each step after which the run goes on. `raylets.json` there names the raylets of a cluster.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -216,9 +216,11 @@ class Program:
         assert self._task is not None
         while True:
             asking = asyncio.create_task(self._asked.get())
-            await asyncio.wait({asking, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await asyncio.wait({asking, self._task}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                asking.cancel()  # unless it is done
             if not asking.done():
-                asking.cancel()
                 found = await self._task
                 return found if isinstance(found, Done) else Done(cast(float, found))
             self._current = asking.result()

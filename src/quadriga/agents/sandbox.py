@@ -119,7 +119,7 @@ def run_python(
             "processes": processes,
             "allow_unisolated": allow_unisolated,
         }
-        output, told, cause, _ = _run(
+        output, told, cause = _run(
             [sys.executable, "-I", "-S", sandbox_process.__file__],
             json.dumps(request).encode(),
             timeout_s,
@@ -141,15 +141,32 @@ def run_python(
     return Result(cause or "out_of_memory", None, text, isolated)
 
 
-# The program in a container: it says that it runs, writes the files, and becomes main.py.
+# The first process in a container: it says that it runs, writes the files, runs main.py and tells
+# its exit code, or that the memory was used up. Processes that are left end with it.
 _BEGIN = """
-import json, os, sys
-word, files = json.loads(sys.stdin.readline())
+import json, os, sys, time
+word, seconds, files = json.loads(sys.stdin.readline())
 print(word, flush=True)
 for name, text in files.items():
     os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-    open(name, "w").write(text)
-os.execv(sys.executable, [sys.executable, "-E", "-s", "-B", "main.py"])
+    with open(name, "w", encoding="utf-8", errors="replace") as file:
+        file.write(text)
+child = os.fork()
+if not child:
+    os.execv(sys.executable, [sys.executable, "-E", "-s", "-B", "main.py"])
+ends, code = time.monotonic() + seconds, None
+while code is None and time.monotonic() < ends:
+    ended, status = os.waitpid(-1, os.WNOHANG)
+    if ended == child:
+        code = os.waitstatus_to_exitcode(status)
+    time.sleep(0 if ended else 0.02)
+for path in ("memory.events", "memory/memory.oom_control"):
+    try:
+        found = open("/sys/fs/cgroup/" + path).read()
+        code = "memory" if "oom_kill " in found and "oom_kill 0" not in found else code
+    except OSError:
+        pass
+print(f"\\n{word} {code}", flush=True)
 """
 
 
@@ -162,6 +179,8 @@ def _run_in_container(
     processes: int,
 ) -> Result:
     tool = shutil.which("podman") or shutil.which("docker")
+    if image.startswith("-"):
+        raise InputError(f"image={image!r} must be the name of an image")
     if tool is None:
         raise InputError(f"image={image!r} needs podman or docker, and neither is installed")
     word, name = secrets.token_hex(8), f"quadriga_{secrets.token_hex(8)}"
@@ -173,19 +192,26 @@ def _run_in_container(
     folders = [f"--tmpfs={path}:rw,mode=1777,size={memory}" for path in ("/quadriga", "/tmp")]
     given = [*(f"--{key}={value}" for key, value in bounds.items()), "--read-only", *folders]
     program = [tool, "run", "--rm", "--interactive", *given, image, "python3", "-c", _BEGIN]
-    request = json.dumps([word, files]).encode() + b"\n"
-    start = len(word) + 1
-    output, _, cause, code = _run(program, request, timeout_s, max_output + start, start_s=_PULL_S)
-    if cause is not None:  # the tool was killed, and its container goes on
-        subprocess.run([tool, "kill", name], capture_output=True, timeout=60, check=False)
+    request = json.dumps([word, timeout_s + _LAST_READ_S, files]).encode() + b"\n"
+    most, cause = max_output + 2 * len(word) + 16, None
+    try:
+        output, _, cause = _run(program, request, timeout_s, most, start_s=_PULL_S)
+    finally:
+        if cause is not None or sys.exception():  # the tool was killed, and its container goes on
+            subprocess.run([tool, "kill", name], capture_output=True, timeout=60, check=False)
     if not output.startswith(word.encode()):
         problem = "no output" if cause is None else f"it has {cause.replace('_', ' ')}"
         last = output.decode("utf-8", "replace").strip()[-300:] or problem
         raise InputError(f"{tool} cannot run a container of {image}: {last}")
-    text = output[start : start + max_output].decode("utf-8", "replace")
-    if cause is None and code != 128 + signal.SIGKILL:
-        return Result("ended", code, text, True)
-    return Result(cause or "out_of_memory", None, text, True)
+    text = output[len(word) + 1 :].decode("utf-8", "replace")
+    text, told, ended = text.rpartition(f"\n{word} ")
+    if not told:
+        return Result(cause or "out_of_memory", None, ended[:max_output], True)
+    if ended.strip() == "memory":
+        return Result("out_of_memory", None, text[:max_output], True)
+    if ended.strip() == "None":
+        return Result("timed_out", None, text[:max_output], True)
+    return Result("ended", int(ended), text[:max_output], True)
 
 
 def _run(
@@ -195,7 +221,7 @@ def _run(
     max_output: int,
     env: Mapping[str, str] | None = None,
     start_s: float = 0.0,
-) -> tuple[bytes, list[dict[str, object]], Literal["timed_out", "too_much_output"] | None, int]:
+) -> tuple[bytes, list[dict[str, object]], Literal["timed_out", "too_much_output"] | None]:
     """Start the processes, and read until they have ended or are killed.
 
     Args:
@@ -204,7 +230,7 @@ def _run(
         start_s: further seconds until its first output, with which `timeout_s` begins.
 
     Returns:
-        their output; the lines that they have told; why they were killed; and the exit code.
+        their output; the lines that they have told; and why they were killed.
     """
     told, its_end = os.pipe()
     found = {"output": b"", "told": b""}
@@ -251,8 +277,7 @@ def _run(
                     _kill(process)
         finally:
             _kill(process)
-    lines = [json.loads(line) for line in found["told"].splitlines()]
-    return found["output"], lines, cause, process.returncode
+    return found["output"], [json.loads(line) for line in found["told"].splitlines()], cause
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

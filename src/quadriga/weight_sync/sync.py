@@ -147,8 +147,10 @@ class PolicyWeights(Worker):
 
         After an optimizer step it is that of the next sync, which no rollout holds yet.
         """
-        trained = self._engine("actor").optimizer_steps != self._steps_of_version
-        return self.weight_version + trained
+        return self.weight_version + int(self._trained_since_sync())
+
+    def _trained_since_sync(self) -> bool:
+        return self._engine("actor").optimizer_steps != self._steps_of_version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def send_weights(self, needs: WeightNeeds) -> Iterator[DataProto]:

@@ -3,8 +3,6 @@
 Arguments: the address and the namespace of a cluster, and a file with settings of verl as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import dataclass

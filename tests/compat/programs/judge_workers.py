@@ -1,7 +1,5 @@
 """A role of a program: its settings, its worker, its stage, and a runner that places it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import ray

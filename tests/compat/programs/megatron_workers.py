@@ -1,7 +1,5 @@
 """A worker as programs for verl write it: it makes Megatron-core's groups itself."""
 
-from __future__ import annotations
-
 import torch
 from verl import DataProto
 from verl.single_controller.base.decorator import Dispatch, register

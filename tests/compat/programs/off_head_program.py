@@ -3,8 +3,6 @@
 The first argument is a file with settings of verl as JSON.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

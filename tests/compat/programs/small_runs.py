@@ -1,7 +1,5 @@
 """Settings of verl for a run of one step, and the data and the model of this run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from quadriga.cli.make_data import run_make_data

@@ -1,14 +1,18 @@
 """Programs on the nodes of a Ray cluster, with a connection to this process."""
 
+from __future__ import annotations
+
 import hmac
 import itertools
 import secrets
+import select
 import signal
 import socket
 import subprocess
+import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import ray
 from ray.exceptions import RayError
@@ -17,7 +21,11 @@ from quadriga.backends.ray.cluster import RankActor, actor_on_node, cluster_node
 from quadriga.containment import start_program
 from quadriga.errors import WorkerDiedError, first_line
 
+if TYPE_CHECKING:
+    from quadriga.backends.ray.cluster import Ref
+
 _START_S = 60.0  # for the actor of a node, and for the connection of a program
+_LOOK_S, _AGAIN_S = 0.5, 1.0
 _TOKEN_BYTES = 32
 _numbers = itertools.count()
 
@@ -86,6 +94,14 @@ def start_on_a_node(program: str, arguments: list[str]) -> tuple[Connection, Nod
     Raises:
         WorkerDiedError: it cannot be started there.
     """
+    try:
+        return _started(program, arguments)
+    except WorkerDiedError:  # the actor was ending, because its last program had ended
+        time.sleep(_AGAIN_S)
+        return _started(program, arguments)
+
+
+def _started(program: str, arguments: list[str]) -> tuple[Connection, NodeProgram]:
     nodes, number = [node for node in cluster_nodes() if node.alive], next(_numbers)
     node, token = nodes[number % len(nodes)], secrets.token_bytes(_TOKEN_BYTES)
     name = f"quadriga_programs_{node.node_id}"
@@ -94,23 +110,26 @@ def start_on_a_node(program: str, arguments: list[str]) -> tuple[Connection, Nod
         with socket.create_server((node_address(), 0)) as server:
             address = server.getsockname()[:2]
             started = actor.start.remote(number, address, token, program, arguments)
-            server.settimeout(_START_S)
-            with suppress(TimeoutError):
-                connection = _accepted(server, token)
+            connection = _accepted(server, token, started)
             ray.get(started, timeout=_START_S)
-    except RayError as error:
+    except (RayError, TimeoutError) as error:
         text = f"{program} cannot be started on node {node.address}: {first_line(error)}"
         raise WorkerDiedError(text) from error
     return connection, NodeProgram(actor, number)
 
 
-def _accepted(server: socket.socket, token: bytes) -> Connection:
-    """Return the first connection that begins with the token."""
-    while True:
+def _accepted(server: socket.socket, token: bytes, started: Ref | None = None) -> Connection:
+    """Return the first connection that begins with the token. Raises what the start has raised."""
+    until = time.monotonic() + _START_S
+    while time.monotonic() < until:
+        if not select.select([server], [], [], _LOOK_S)[0]:
+            if started is not None and ray.wait([started], timeout=0)[0]:
+                ray.get(started)
+            continue
         found, _ = server.accept()
-        with found:
+        with found, suppress(OSError):
             found.settimeout(_START_S)
-            with suppress(OSError):
-                if hmac.compare_digest(found.recv(len(token), socket.MSG_WAITALL), token):
-                    found.settimeout(None)
-                    return Connection(found.detach())
+            if hmac.compare_digest(found.recv(len(token), socket.MSG_WAITALL), token):
+                found.settimeout(None)
+                return Connection(found.detach())
+    raise TimeoutError(f"it has no connection after {_START_S:g} s")

@@ -5,6 +5,7 @@ rows that have ended leave the batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -109,14 +110,14 @@ class HFRollout(RolloutEngine):
         with torch.inference_mode():
             for rows in self._micro_batches(attention_mask, keys):
                 seeds = sample_seeds[rows].to(self.device)
-                own_begun = Continued(begun.sampled[rows], width)
+                own_begun = replace(begun, sampled=begun.sampled[rows], at_most=width)
                 of_rows = None if images is None else images.select(rows)
                 own = [keys[row] for row in rows.tolist()] if keys else []
                 known = self._cached, sampling, seeds, stop_strings
                 generation = Generation(*known, own_begun, own)
-                found = self._found(own)
-                generation.begin(prompt_ids[rows], attention_mask[rows], of_rows, self._kept, found)
-                self._remove(found)
+                kept, found = self._kept, self._found(own)
+                self._remove(found)  # first, because `begin` changes their caches
+                generation.begin(prompt_ids[rows], attention_mask[rows], of_rows, kept, found)
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
                 if keep:
@@ -175,14 +176,18 @@ class HFRollout(RolloutEngine):
         for number, part in enumerate(self._kept):
             for place, (seed, tokens) in enumerate(part.keys):
                 kept.setdefault(seed, []).append((tokens, number, place))
-        found = list[FoundRow]()
+        found, sizes = list[FoundRow](), dict[tuple[int, int], int]()
         for row, (seed, tokens) in enumerate(keys):
             own = [one for one in kept.get(seed, ()) if tokens.startswith(one[0])]
             if own:
                 longest, number, place = max(own, key=lambda one: len(one[0]))
                 added = 1 + (len(tokens) - len(longest)) // _BYTES_OF_ID
-                if added == 1 or self._cached.adds_several:
-                    found.append(FoundRow(added > 1, number, place, row, added))
+                size = added.bit_length()
+                # What is kept once is continued in one group of rows.
+                if sizes.setdefault((number, place), size) == size and (
+                    added == 1 or self._cached.adds_several
+                ):
+                    found.append(FoundRow(size, number, place, row, added))
         return sorted(found)
 
     def _remove(self, found: Sequence[FoundRow]) -> None:

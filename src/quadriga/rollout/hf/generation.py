@@ -274,7 +274,7 @@ class FoundRow(NamedTuple):
     """A row of a call of which the beginning is kept: at `place` in the part with this number.
     `added` of its tokens, the last kept one included, are to be computed."""
 
-    many: bool  # whether these are several
+    size: int  # bits of this number: rows of one size are computed together
     number: int
     place: int
     row: int
@@ -344,7 +344,7 @@ class Generation:
         """
         self.begun = begun_responses(prompt_ids, self.sampled)
         parts: list[tuple[Caches, Tensor, Tensor]] = []
-        for _, own in groupby(found, lambda one: one.many):
+        for _, own in groupby(found, lambda one: one.size):
             parts.append(self._added(prompt_ids, kept, [*own]))
         old = [one.row for one in found]
         rows = torch.tensor([i for i in range(len(prompt_ids)) if i not in {*old}])
@@ -487,8 +487,8 @@ class Generation:
         active = self.active[order]
         behind = self.t + 1 - self.lengths[active]
         rows = self.rows.part(order)
-        if bool(behind.any()):
-            rows.hide(behind)
+        if rows.padded or bool(behind.any()):
+            rows.drop_hidden(behind)
         keys, new = list[Key](), self.ids.cpu().numpy()
         for row, length in zip(active.tolist(), self.lengths[active].tolist(), strict=True):
             seed, tokens = self.keys[row]

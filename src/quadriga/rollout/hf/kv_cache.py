@@ -326,11 +326,22 @@ class CachedRows:
         other.keep_rows(order)
         return other
 
-    def hide(self, counts: Tensor) -> None:
-        """Hide the last columns of each row, `counts` [b] of them."""
+    def drop_hidden(self, last: Tensor) -> None:
+        """Drop the hidden columns of each row, and the last ones, `last` [b] of them."""
+        # The last column of row 1 is dropped:   a · b c       a b c
+        #                                        d · · e   →   · · d
         columns = self.visible.shape[1]
-        shown = torch.arange(columns, device=counts.device) < columns - counts[:, None]
-        self.visible, self.padded = self.visible & shown, True
+        shown = torch.arange(columns, device=last.device) < columns - last[:, None]
+        visible, self.padded = self.visible & shown, True
+        # The hidden columns come first then, in front of which rows have different lengths.
+        order = visible.long().argsort(dim=1, stable=True)[:, columns - int(visible.sum(1).max()) :]
+        self.visible = visible.gather(1, order)
+        for layer in self.growing:
+            for name in ("keys", "values"):
+                old = getattr(layer, name)
+                places = order[:, None, :, None].expand(-1, old.shape[1], -1, old.shape[3])
+                setattr(layer, name, old.gather(2, places))
+            layer.length = order.shape[1]
 
     def join(self, others: Sequence[Self]) -> None:
         """Add the rows of other caches, which are empty then, behind its own."""

@@ -476,11 +476,12 @@ def _train_generation(config: schema.TrainConfig, ranks: int, device_type: str) 
     rollout, limit = policy.rollout, device_limit(config.trainer, device_type)
     prompt, response = data.max_prompt_length, data.max_response_length
     batches, keeps = [(batch_plan(config).sequences, rollout.n, rollout.sampling)], False
-    if staleness := config.trainer.max_staleness:
+    staleness, agents = config.trainer.max_staleness, config.agent.path is not None
+    if staleness or agents:
         # The rows of several steps are on their way. One that goes on is a prompt of its own.
         batches = [(batches[0][0] * (staleness + 1), 1, rollout.sampling)]
-        # Rows that are paused while another micro-batch or replica goes on.
-        keeps = not has_replicas(config) or config.trainer.replay_order is not None
+        # Rows that wait while another micro-batch or replica, or their environment, is at work.
+        keeps = agents or not has_replicas(config) or config.trainer.replay_order is not None
         prompt, response = prompt + response - 1, min(response, rollout.slice_tokens)
     if data.val_files:
         rows = data.val_batch_size * rollout.val_n
