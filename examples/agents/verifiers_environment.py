@@ -1,4 +1,4 @@
-"""An environment of `verifiers`, in a Python of its own: its pins exclude those of Quadriga.
+"""An environment of `verifiers` in a virtual environment: its pins exclude pins of Quadriga.
 
     python -m venv games && games/bin/pip install verifiers==0.4.0
     VERIFIERS_PYTHON=games/bin/python python examples/agents/verifiers_environment.py [steps]

@@ -2,7 +2,7 @@
 
 It runs in a Python that has `verifiers`, and knows nothing of Quadriga. A line of its input asks
 for an episode, {"id": …, "base_url": …, "api_key": …, "model": …, "row": …}; a line of its output
-answers, {"id": …, "reward": …, "error": …}. The fields of a row are those of `Data`.
+answers, {"id": …, "reward": …, "error": …}. A row has the fields of `Data`.
 
     python verifiers_game.py verifiers_game          # the name of an installed environment
 """

@@ -133,7 +133,7 @@ def check_generation(model, token_model, folder, batch):
         assert ids == out.response_ids[row, mask[row]].tolist()
         expected = out.rollout_log_probs[row, mask[row]]
         assert torch.allclose(torch.tensor(log_probs), expected, atol=TOLERANCE)
-    # And turns behind an observation are those of a model that has kept nothing.
+    # Turns behind an observation are equal with and without kept caches.
     sampling = replace(sampling, max_new_tokens=RESPONSE_WIDTH + 8)
     kept, again = (in_turns(rollout, rows, sampling, 5, keep, 2) for keep in (8, 0))
     assert kept[0] == again[0]

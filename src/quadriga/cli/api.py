@@ -187,7 +187,7 @@ def inputs_of(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _name_of(reward: Any) -> str:
+def _name_of(reward: str | Path | Callable[..., object]) -> str:
     """Return the name of a reward. Raises `InputError` if it is no function, and no file."""
     name = str(getattr(reward, "__name__", type(reward).__name__))
     if not isinstance(reward, str | Path):

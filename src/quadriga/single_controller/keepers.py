@@ -83,7 +83,8 @@ class KeptValues(Keeper):
 
     def write(self, key: str, data: Bytes) -> None:
         """See `Keeper`."""
-        os.write(self._kept[key][-1].number, data.data)
+        with open(self._kept[key][-1].number, "wb", closefd=False) as file:
+            file.write(data.data)  # all of it, where `os.write` may write a part
 
     def end(self, key: str) -> None:
         """See `Keeper`."""

@@ -256,7 +256,7 @@ class KeptRows:
 
     Attributes:
         positions: [b] int64, of the last tokens.
-        keys: of the rows.
+        keys: seed and tokens of each row.
     """
 
     rows: Caches
@@ -285,7 +285,7 @@ def _joined(caches: Sequence[Caches]) -> Caches:
     """Return the rows of caches of one model in one cache, the first of these."""
     first, *others = caches
     if others:
-        first.join(others)  # type: ignore[arg-type]  # they are of one kind
+        first.join(others)  # type: ignore[arg-type]  # caches of one model have one class
     return first
 
 
@@ -481,7 +481,7 @@ class Generation:
         self.set_aside((self.running | self.keeps_ended).nonzero()[:, 0])
 
     def set_aside(self, order: Tensor) -> None:
-        """Add rows of the batch to `kept`, without what was written behind the end of one."""
+        """Add the rows `order` of the batch to `kept`, without tokens behind the end of a row."""
         if not len(order):
             return
         active = self.active[order]

@@ -435,8 +435,8 @@ class SharedPrompts(CachedRows):
 #   row 1     · 11 12             2
 #   row 2    13 14 15             3
 #
-# `visible` is 0 1 1, 0 1 1, 1 1 1. The model is told which of the columns in use to hide, those of
-# new tokens included, in a form that depends on the layers of the model:
+# `visible` is 0 1 1, 0 1 1, 1 1 1. The model is told which columns to hide, the columns of new
+# tokens included, in a form that depends on the layers of the model:
 #
 # - None: no row has padding.
 # - a bias [b, 1, t, columns], a large negative number where one of t new tokens sees nothing: every
