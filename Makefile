@@ -91,5 +91,5 @@ $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
 
 $(INSTALLED_DEV): pyproject.toml constraints.txt | $(INSTALLED)
 	@echo "installing the dependencies of the tests"
-	@$(PIP) -e '.[dev,docs,agents,math,lora,optim8bit,megatron,vision]'
+	@$(PIP) -e '.[dev,docs,agents,math,lora,megatron,vision]'
 	@touch $@

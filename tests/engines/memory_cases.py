@@ -10,7 +10,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from optimizer_cases import has_torchao
 from transformers import AutoModelForCausalLM
 
 from memory_models import CONFIGS, peak_of
@@ -71,13 +70,12 @@ WITH_ENTROPY = [
     Case(LLAMA, True, entropy="gradient"),
     Case(LLAMA, micro_batch=4, unit=LAYER_UNITS, entropy="value"),
 ]
-OPTIMIZERS = ("adamw_8bit", "muon") if has_torchao() else ("muon",)
 CASES = [
     *(Case(family) for family in CONFIGS),
     *(Case(family, True) for family in (LLAMA, "qwen3 experts")),
     Case(LLAMA, "selective"),
-    *(Case("qwen3 experts", optimizer=optimizer) for optimizer in OPTIMIZERS),
-    *(Case(LLAMA, optimizer=optimizer, unit=LAYER_UNITS) for optimizer in OPTIMIZERS),
+    Case("qwen3 experts", optimizer="muon"),
+    Case(LLAMA, optimizer="muon", unit=LAYER_UNITS),
     *(
         Case(LLAMA, early, micro_batch=4, early=early, unit=unit)
         for early, unit in product((False, True), (ONE_UNIT, LAYER_UNITS))

@@ -1,28 +1,16 @@
 """Steps of each optimizer on one rank, and on two and three that hold uneven shards."""
 
-import importlib.util
-
 import engine_cases as cases
-import pytest
 import torch
 
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 
-NAMES = ("adamw", "adamw_8bit", "muon")
+NAMES = ("adamw", "muon")
 DTYPES = ("float64", "float32")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 STEPS = 3
 CUTS = {1: (0, 7), 2: (0, 4, 7), 3: (0, 4, 5, 7)}  # first row of each rank
-
-
-def has_torchao() -> bool:
-    return importlib.util.find_spec("torchao") is not None
-
-
-NEEDS_TORCHAO = pytest.mark.skipif(not has_torchao(), reason="torchao is not installed")
-EACH = [pytest.param(name, marks=NEEDS_TORCHAO if name == "adamw_8bit" else ()) for name in NAMES]
-"""The names as parameters of a test."""
 
 
 def optim(name: str, **settings) -> OptimConfig:
@@ -53,7 +41,7 @@ def rank_main(rank: int, ranks: int, folder: str, results: str) -> None:
     first, last = CUTS[ranks][rank : rank + 2]
     rows = cases.rows_of(cases.make_batch(), first, last)
     found = {}
-    for name in NAMES if has_torchao() else ("adamw", "muon"):
+    for name in NAMES:
         for dtype in DTYPES:
             engine = build(folder, name, dtype)
             norms = steps(engine, rows)

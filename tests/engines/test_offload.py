@@ -81,7 +81,7 @@ def test_views_of_one_storage_are_copied_once_and_stay_views():
     assert view.tolist() == [9, 3]
 
 
-@pytest.mark.parametrize("name", optimizers.EACH)
+@pytest.mark.parametrize("name", optimizers.NAMES)
 @pytest.mark.parametrize("reduces", [True, False])
 def test_steps_on_the_host_equal_steps_on_the_device(name, reduces, gpt2_folder, tmp_path):
     rows = cases.make_batch()

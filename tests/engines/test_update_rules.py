@@ -3,7 +3,6 @@
 import json
 import math
 
-import optimizer_cases as cases
 import pytest
 import torch
 from torch import nn
@@ -11,13 +10,10 @@ from torch import nn
 from quadriga.config.schema import OptimConfig
 from quadriga.engines.optimizers import (
     AdamW,
-    AdamW8bit,
     Muon,
     ShardedOptimizer,
-    block_size,
     learning_rate,
     newton_schulz,
-    state_bytes,
 )
 
 CPU = torch.device("cpu")
@@ -81,54 +77,15 @@ def test_muon_equals_the_formula(shape, momentum):
     assert torch.allclose(parameter, expected, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("shape", "block"),
-    [
-        ((64, 256), 256),
-        ((64, 896), 128),
-        ((64, 64), 64),
-        ((4, 16, 192), 256),  # rows of 16 · 192 elements
-        ((64, 96), None),  # gcd 32
-        ((64, 100), None),
-        ((16384,), None),
-        ((8, 256), None),  # 2048 elements
-    ],
-)
-def test_blocks_of_eight_bits_do_not_cross_rows(shape, block):
-    assert block_size(shape) == block
-
-
-@pytest.mark.skipif(not cases.has_torchao(), reason="torchao is not installed")
-def test_eight_bits_follow_adamw_with_a_quarter_of_its_state():
-    config = OptimConfig(lr=0.01, weight_decay=0.1)
-    start = random(64, 512).float()
-    wide, narrow = nn.Parameter(start.clone()), nn.Parameter(start.clone())
-    rules = AdamW([("w", wide)], config), AdamW8bit([("w", narrow)], config)
-    for seed in range(5):
-        gradient = random(64, 512, seed=seed).float()
-        for rule in rules:
-            rule.update([gradient.clone()], 0.01)
-    change, expected = narrow - start, wide - start
-    error = float(((change - expected).norm() / expected.norm()).detach())
-    assert 0 < error < 0.05
-    sizes = [sum(tensor.nbytes for tensor in rule.existing()) for rule in rules]
-    assert sizes == [8 * wide.numel(), 2 * wide.numel() + 2 * 4 * wide.numel() // 256]
-    for name, size in zip(("adamw", "adamw_8bit"), sizes, strict=True):
-        assert state_bytes(name, wide.shape, 64, torch.float32) == size
-
-
-@pytest.mark.parametrize("rule", [AdamW, AdamW8bit])
-def test_a_parameter_whose_first_gradient_comes_after_a_resume_is_updated_as_without_one(rule):
+def test_a_parameter_whose_first_gradient_comes_after_a_resume_is_updated_as_without_one():
     """AdamW divides by 1 − β^n, and n is 1 at the first gradient of a parameter."""
-    if rule is AdamW8bit:
-        pytest.importorskip("torchao")
     early, late = random(64, 128, seed=1).float(), random(64, 128, seed=2).float()
 
     def start(first, second):
         named = [("early", nn.Parameter(first.clone())), ("late", nn.Parameter(second.clone()))]
         config = OptimConfig(lr=0.1)
         optimizer = ShardedOptimizer(
-            [rule(named, config)], config, None, shard_group=None, device=CPU
+            [AdamW(named, config)], config, None, shard_group=None, device=CPU
         )
         return optimizer, dict(named)
 

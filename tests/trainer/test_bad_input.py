@@ -42,34 +42,20 @@ def test_a_device_that_this_process_cannot_see_is_named(refused, monkeypatch) ->
     assert "set trainer.device=cpu or auto" in line
 
 
-def test_a_missing_package_of_an_optimizer_is_named(refused, monkeypatch) -> None:
-    monkeypatch.setattr("quadriga.engines.find_spec", lambda name: None)
-    key = "actor_rollout_ref.actor.optim.name"
-    assert f"{key}=adamw_8bit needs the package torchao" in refused(f"{key}=adamw_8bit")
-
-
-@pytest.mark.parametrize(
-    ("command", "key"),
-    [("train", "actor_rollout_ref.actor.optim"), ("sft", "optim"), ("rm", "optim")],
-)
+@pytest.mark.parametrize("command", ["train", "sft"])
 def test_an_optimizer_that_fits_no_parameter_is_named(
-    command, key, train_overrides, tiny_task, refused_command, tmp_path, monkeypatch
+    command, train_overrides, tiny_task, refused_command
 ) -> None:
-    """Rows of 32 elements are too short for 8 bits."""
-    monkeypatch.setattr("quadriga.engines.find_spec", lambda name: name)
-    settings = [*train_overrides, "algorithm.adv_estimator=gae"]
-    if command != "train":
-        settings = [
-            f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
-            "data.train_batch_size=8", f"trainer.default_local_dir={tmp_path / 'run'}",
-            "trainer.backend=local",
-        ]  # fmt: skip
-        if command == "rm":
-            settings += ["data.chosen_key=prompt", "data.rejected_key=prompt"]
+    model, key = "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"
+    settings = train_overrides
+    if command == "sft":
+        model, key = "model", "optim"
+        settings = [f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
+                    "data.train_batch_size=8", "trainer.backend=local"]  # fmt: skip
     for words in ([command], ["plan", command]):
-        line = refused_command(*words, *settings, f"{key}.name=adamw_8bit")
-        assert f"{key}.name=adamw_8bit fits none of the " in line
-        assert f"set {key}.name=adamw" in line
+        given = (*settings, f"{model}.freeze=['*layers*']", f"{key}.name=muon")
+        line = refused_command(*words, *given)
+        assert f"{key}.name=muon fits none of the " in line and f"set {key}.name=adamw" in line
 
 
 def test_a_folder_without_a_model_is_named(refused, tmp_path) -> None:

@@ -79,7 +79,7 @@ AlarmAction = Literal["warn", "fail"]
 UpdateMode = Literal["pause", "drain", "in_flight"]
 LossTurns = Literal["all", "last"]
 WeightTransport = Literal["auto", "shared_memory", "collective"]
-OptimizerName = Literal["adamw", "adamw_8bit", "muon"]
+OptimizerName = Literal["adamw", "muon"]
 Checkpointing = bool | Literal["selective"]
 
 Options = dict[str, Any]
@@ -141,7 +141,7 @@ class ModelConfig(PathSettings):
 class OptimConfig:
     """The optimizer and the schedule of its learning rate."""
 
-    # adamw_8bit: moments of 8 bits (torchao); muon: for hidden matrices, AdamW for the others
+    # muon: for hidden matrices, AdamW for the others
     name: OptimizerName = "adamw"
     lr: NonNegative = 1e-6  # largest learning rate
     betas: tuple[Decay, Decay] = (0.9, 0.999)  # decay rates of the two moments of AdamW

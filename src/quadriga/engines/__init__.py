@@ -20,7 +20,6 @@ file imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from quadriga.config.convert import as_written
@@ -136,14 +135,6 @@ def check_engine(
                 )
     if kind.check:
         imported(kind.check)(model, engine, optim, device_type, key, model_key)
-    eight_bits = optim is not None and optim.name == "adamw_8bit"
-    if eight_bits and find_spec("torchao") is None:
-        optim_key = key.removesuffix("engine") + "optim"
-        raise ConfigError(
-            f"{optim_key}.name=adamw_8bit needs the package torchao, which is not installed; run "
-            f"pip install 'quadriga[optim8bit]', or set {optim_key}.name=adamw",
-            key=f"{optim_key}.name",
-        )
 
 
 def check_engine_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:

@@ -42,9 +42,6 @@ from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.protocol import fields
 
 _MANY = 16  # micro-batches
-EIGHT_BIT_STEP_BYTES = 53
-"""For each element of a parameter shard, what a step of torchao's AdamW allocates where it is not
-compiled (on a CPU): decoded moments in float32 and codes in int64. Measured."""
 
 
 @dataclass(frozen=True)
@@ -320,13 +317,8 @@ class _Units:
     def step(self) -> memory.Bytes:
         """Return what the update of the parameters needs: gradient shards and its buffers."""
         # AdamW is fused: it allocates nothing.
-        found = [0]
-        for p, rule in self.rules:
-            if rule == "adamw_8bit" and self.on_cpu:
-                found.append(math.prod(self._shard(p)) * EIGHT_BIT_STEP_BYTES)
-            if rule == "muon":
-                found.append(self._muon_bytes(p))
-        return {"gradients": self._gradient_shards, "buffers": max(found)}
+        found = [self._muon_bytes(p) for p, rule in self.rules if rule == "muon"]
+        return {"gradients": self._gradient_shards, "buffers": max(found, default=0)}
 
     def _muon_bytes(self, p: nn.Parameter) -> int:
         """Return what Muon allocates for a matrix, or for the experts of a shard."""

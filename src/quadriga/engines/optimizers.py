@@ -11,11 +11,6 @@ place.
 AdamW (arXiv 1711.05101) is elementwise, so each rank updates its own shards. The numbers are those
 of whole tensors, and there is no DTensor dispatch for each operator.
 
-AdamW with moments of 8 bits, by torchao (T. Dettmers et al., arXiv 2110.02861): a moment is stored
-as a code of 8 bits for each element, and a scale of 32 bits for each block of neighbours in a row.
-A step decodes the moments, updates them in float32 and encodes them again. Blocks do not cross
-rows, so they are the same on any number of ranks, and so are the numbers.
-
 Muon: the update of a hidden matrix is its momentum with all singular values near 1 (K. Jordan et
 al., "Muon: An optimizer for hidden layers in neural networks", 2024), with the scale of J. Liu et
 al., "Muon is Scalable for LLM Training" (arXiv 2502.16982, section 2.2):
@@ -34,9 +29,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.distributed as dist
@@ -71,17 +65,13 @@ def is_first_of_tensor_ranks(tensor: Tensor) -> bool:
     return mesh.get_local_rank(TENSOR) == 0
 
 
-def sharded_like(shard: Tensor, parameter: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    """Return `shard` as a DTensor with the mesh and placements of `parameter`, if it is one.
-
-    `shape`: of the full tensor, whose rows are those of the parameter. None: that of the parameter.
-    """
+def sharded_like(shard: Tensor, parameter: Tensor) -> Tensor:
+    """Return `shard` as a DTensor with the mesh and placements of `parameter`, if it is one."""
     if not isinstance(parameter, DTensor):
         return shard
-    size = parameter.shape if shape is None else torch.Size(shape)
-    stride = torch.empty(size, device="meta").stride()
+    stride = torch.empty(parameter.shape, device="meta").stride()
     # `DTensor.from_local` would copy a shard in host memory to the device of the mesh.
-    meta = TensorMeta(size, stride, shard.dtype)
+    meta = TensorMeta(parameter.shape, stride, shard.dtype)
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
     return DTensor(shard, spec, requires_grad=False)  # type: ignore[no-untyped-call]  # of torch
 
@@ -99,13 +89,14 @@ class AdamW:
     def __init__(self, named: Named, config: OptimConfig) -> None:
         self.named = named
         self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in named]
-        self._adamw = self._optimizer(
-            lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+        self._adamw = torch.optim.AdamW(
+            self._shards,
+            lr=config.lr,
+            betas=config.betas,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=all(s.device.type in ("cpu", "cuda") for s in self._shards),
         )
-
-    def _optimizer(self, **settings: Any) -> torch.optim.Optimizer:
-        fused = all(s.device.type in ("cpu", "cuda") for s in self._shards)
-        return torch.optim.AdamW(self._shards, fused=fused, **settings)
 
     def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
         """Update the parameters. All ranks that share a copy of the parameters call it together.
@@ -122,14 +113,11 @@ class AdamW:
             # optimizer's view of it is renewed before every step.
             shard.data = local_shard(parameter.detach())
             shard.grad = None if gradient is None else gradient.to(shard.dtype)
-        self._step(rate)
-        for shard in self._shards:
-            shard.grad = None
-
-    def _step(self, rate: float) -> None:
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
+        for shard in self._shards:
+            shard.grad = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the state as `<kind>.<parameter>`, sharded like the parameters; zeros at first."""
@@ -161,110 +149,6 @@ class AdamW:
         """Yield the tensors of the state that exist on this rank: none before the first update."""
         for moments in self._adamw.state.values():
             yield from (moments[key] for key in MOMENTS)
-
-
-LARGEST_BLOCK, SMALLEST_BLOCK = 256, 64
-SMALLEST_PARAMETER = 4096
-"""Elements. The moments of smaller parameters are not worth 8 bits (Dettmers et al., section 2)."""
-
-CODES, SCALES = "codes", "scales"
-
-
-def block_size(shape: Sequence[int]) -> int | None:
-    """Return the elements that share a scale. None: the moments stay in the parameter's dtype."""
-    # Rows of 896 elements: gcd(896, 256) = 128, so 7 blocks. Rows of 100: gcd 4, too small. A
-    # vector has rows of 1 element.
-    row = math.prod(shape[1:])
-    block = math.gcd(row, LARGEST_BLOCK)
-    large = math.prod(shape) >= SMALLEST_PARAMETER
-    return block if large and block >= SMALLEST_BLOCK else None
-
-
-class AdamW8bit(AdamW):
-    """Torchao's AdamW over parameter shards that all have a `block_size`."""
-
-    def _optimizer(self, **settings: Any) -> torch.optim.Optimizer:
-        from torchao.optim import AdamW8bit as TorchaoAdamW
-
-        optimizer: torch.optim.Optimizer = TorchaoAdamW(self._shards, **settings)
-        return optimizer
-
-    def _step(self, rate: float) -> None:
-        for shard, (_, parameter) in zip(self._shards, self.named, strict=True):
-            # A rank beyond the last row has an empty shard, which torchao cannot cut into blocks.
-            if not shard.numel():
-                shard.grad = None
-            elif shard.grad is not None and not self._adamw.state[shard]:
-                self._set_state(shard, self._zeros(shard, parameter), steps=0)
-        for group in self._adamw.param_groups:
-            group["lr"].fill_(rate)  # torchao requires a tensor
-        # Torchao compiles the step of each shape. On a CPU that needs a C++ compiler at run time
-        # and takes longer than the steps of a short run.
-        on_cpu = all(shard.device.type == "cpu" for shard in self._shards)
-        with torch.compiler.set_stance("force_eager") if on_cpu else nullcontext():
-            self._adamw.step()
-
-    def _zeros(self, shard: Tensor, parameter: Tensor) -> dict[str, Tensor]:
-        """Return moments of 0: for each of them codes [rows, …] uint8 and scales [rows, blocks]."""
-        block = block_size(parameter.shape)
-        assert block is not None
-        blocks = math.prod(shard.shape[1:]) // block
-        state: dict[str, Tensor] = {}
-        for key in MOMENTS:
-            state[f"{key}.{CODES}"] = torch.zeros_like(shard.detach(), dtype=torch.uint8)
-            state[f"{key}.{SCALES}"] = torch.zeros(
-                len(shard), blocks, dtype=torch.float32, device=shard.device
-            )
-        return state
-
-    def _set_state(self, shard: Tensor, parts: Mapping[str, Tensor], steps: int) -> None:
-        from torchao.optim.subclass_8bit import OptimState8bit
-
-        def quantised(key: str, *, signed: bool) -> Tensor:
-            # A moment that torchao makes has its table of the 256 values with it.
-            table = OptimState8bit.zeros((1, 1), signed, 1, shard.device).qmap
-            codes, scales = parts[f"{key}.{CODES}"], parts[f"{key}.{SCALES}"]
-            moment: Tensor = OptimState8bit(codes, scales.view(-1), table, signed, shard.dtype)
-            return moment
-
-        first, second = MOMENTS
-        self._adamw.state[shard] = {
-            "step": torch.tensor(float(steps)),
-            first: quantised(first, signed=True),
-            second: quantised(second, signed=False),
-        }
-
-    def _parts(self, shard: Tensor, parameter: Tensor) -> dict[str, Tensor]:
-        """Return codes and scales of a shard, those of the state where it exists."""
-        parts = self._zeros(shard, parameter)
-        state = self._adamw.state.get(shard) or {}
-        for key in MOMENTS if state else ():
-            scales = parts[f"{key}.{SCALES}"]
-            parts[f"{key}.{CODES}"] = state[key].codes
-            parts[f"{key}.{SCALES}"] = state[key].scale.view_as(scales)
-        return parts
-
-    def tensors(self) -> dict[str, Tensor]:
-        state = {}
-        for (name, parameter), shard in zip(self.named, self._shards, strict=True):
-            for part, tensor in self._parts(shard, parameter).items():
-                shape = (len(parameter), *tensor.shape[1:])
-                state[f"{part}.{name}"] = sharded_like(tensor, parameter, shape)
-        return state
-
-    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
-        for (name, parameter), shard in zip(self.named, self._shards, strict=True):
-            if shard.numel():
-                parts = {
-                    part: local_shard(state[f"{part}.{name}"])
-                    for part in self._zeros(shard, parameter)
-                }
-                self._set_state(shard, parts, updates[name])
-
-    def existing(self) -> Iterator[Tensor]:
-        for state in self._adamw.state.values():
-            for key in MOMENTS:
-                yield from (state[key].codes, state[key].scale)
 
 
 MOMENTUM = "momentum"
@@ -642,8 +526,6 @@ def check_schedule(optim: OptimConfig, total_steps: int | None) -> None:
 
 _FITTING: dict[OptimizerName, str] = {
     "adamw": "all of them",
-    "adamw_8bit": f"those with {SMALLEST_PARAMETER} elements or more, in rows of a multiple of "
-    f"{SMALLEST_BLOCK}",
     "muon": "the matrices of hidden layers",
 }
 """Optimizer → the parameters that it is for."""
@@ -653,14 +535,13 @@ _NOT_HIDDEN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def rule_of_each(model: PreTrainedModel, name: OptimizerName) -> dict[str, OptimizerName]:
     """Return parameter → the rule that updates it, for each trained parameter of `model`.
 
-    With `adamw_8bit` and `muon`, the parameters that they are not made for have `adamw`.
+    With `muon`, the parameters that it is not made for have `adamw`.
     """
     hidden = _hidden_matrices(model) if name == "muon" else set()
     found: dict[str, OptimizerName] = {}
     for key, parameter in model.named_parameters():
-        fits = name == "adamw_8bit" and block_size(parameter.shape) is not None
         if parameter.requires_grad:
-            found[key] = name if fits or id(parameter) in hidden else "adamw"
+            found[key] = name if id(parameter) in hidden else "adamw"
     return found
 
 
@@ -726,7 +607,7 @@ def build_optimizer(
         if rule == "muon":
             rules.append(Muon(named, config, shard_group=shard_group, device=device))
         else:
-            rules.append(AdamW8bit(named, config) if rule == "adamw_8bit" else AdamW(named, config))
+            rules.append(AdamW(named, config))
     return ShardedOptimizer(rules, config, total_steps, shard_group=shard_group, device=device)
 
 
@@ -737,12 +618,6 @@ def state_bytes(rule: OptimizerName, shape: Sequence[int], rows: int, dtype: tor
         shape: of the whole parameter.
         dtype: of the parameter.
     """
-    # A matrix [1024, 4096] in float32: AdamW has two moments of 16 MiB. Muon has one. With 8 bits
-    # a moment has 4 MiB of codes, and 16 scales of 4 bytes in each of 1024 rows: 64 KiB.
-    row = math.prod(shape[1:])
-    if rule == "muon":
-        return rows * row * dtype.itemsize
-    block = block_size(shape) if rule == "adamw_8bit" else None
-    if block is None:
-        return len(MOMENTS) * rows * row * dtype.itemsize
-    return len(MOMENTS) * rows * (row + row // block * torch.float32.itemsize)
+    # A matrix [1024, 4096] in float32: AdamW has two moments of 16 MiB, Muon one.
+    moments = 1 if rule == "muon" else len(MOMENTS)
+    return moments * rows * math.prod(shape[1:]) * dtype.itemsize

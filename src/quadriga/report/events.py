@@ -29,7 +29,6 @@ PARTS = {
     "swanlab": "trainer.loggers: swanlab (extra: swanlab)",
     "matplotlib": "the learning curve",
     "peft": "LoRA (extra: lora)",
-    "torchao": "optim.name=adamw_8bit (extra: optim8bit)",
     "math_verify": "rewards for mathematics (extra: math)",
     "vllm": "rollout.name=vllm (make engines ENGINES=vllm)",
     "sglang": "rollout.name=sglang (make engines ENGINES=sglang)",

@@ -61,8 +61,6 @@ OUTPUTS = (".jsonl", ".parquet")
 Problems = Iterator[tuple[str, str]]
 Config = TrainConfig | SFTConfig | RMConfig | GenerationConfig
 
-_BY_ROWS = ("muon", "adamw_8bit")
-"""Optimizers that need each rank to have whole rows of a weight."""
 _DEGREES = (
     "tensor_parallel_size",
     "pipeline_parallel_size",
@@ -193,10 +191,10 @@ def engine_problems(found: RoleEngine, ranks: int) -> Problems:
         of = f"the {ranks} ranks" if tensor == 1 else f"{ranks} ranks / {tensor} = {left}"
         rest = f" ({_division(left, size)})" if size > 0 else ""
         yield f"{key}.fsdp_size", f"must be -1 (all ranks) or divide {of}{rest}"
-    if optim is not None and optim.name in _BY_ROWS and tensor > 1:
+    if optim is not None and optim.name == "muon" and tensor > 1:
         yield (
             f"{key}.tensor_parallel_size",
-            f"divides rows of weights that optim.name={optim.name} needs whole; set it to 1, or "
+            "divides rows of weights that optim.name=muon needs whole; set it to 1, or "
             "optim.name=adamw",
         )
     if engine.fused_head and found.head != "lm":
