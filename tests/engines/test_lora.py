@@ -10,8 +10,9 @@ from peft import LoraConfig as PeftConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from quadriga.checkpoint.shards import read_scalars
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
-from quadriga.engines.fsdp import FSDPEngine
+from quadriga.engines.fsdp import FROZEN, FSDPEngine
 from quadriga.engines.loading import check_trained_part
 from quadriga.errors import CheckpointError, ConfigError, ModelError
 from quadriga.models.adapters import is_adapter
@@ -107,6 +108,10 @@ def test_only_adapters_are_trained_and_saved(model_folder, trained, tmp_path):
     stored = load_file(tmp_path / "shard_00000.safetensors")
     # A and B with two moments each, in float32, and nothing of the base model.
     assert sum(tensor.nbytes for tensor in stored.values()) == 3 * 4 * ELEMENTS
+    snapshot = trained.copy_state(2, whole=True)
+    assert snapshot.blocks.keys() == stored.keys()
+    # Of a checkpoint alone: it can be loaded over other frozen weights.
+    assert [FROZEN in it for it in (read_scalars(tmp_path), snapshot.extra["scalars"])] == [1, 0]
     moments = trained.optimizer.tensors()
     assert sum(tensor.numel() for tensor in moments.values()) == 2 * ELEMENTS
     before = AutoModelForCausalLM.from_pretrained(model_folder).state_dict()
