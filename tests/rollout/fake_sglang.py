@@ -71,6 +71,7 @@ class Fake:
 
     def update(self, body, payload):
         assert self.session
+        payload = payload or b64decode(body["serialized_named_tensors"][0])
         if body["load_format"] == "quadriga.rollout.sglang.weights.answer":
             question = json.loads(bytes(pickle.loads(payload)[0][1].tolist()))
             held = {

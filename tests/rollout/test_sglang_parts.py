@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, MistralConfig, Olmo3Config, Qwen2Config
 
+from processes import run_python
 from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig
 from quadriga.errors import ConfigError, ModelError, RolloutAbilityError
 from quadriga.models.loading import load_causal_lm
@@ -96,8 +97,8 @@ def test_an_interpreter_without_sglang_is_named(tmp_path):
 def test_buckets_are_bounded_and_hold_each_weight_once():
     weights = {"a": torch.arange(10.0), "b": torch.arange(4.0), "c": torch.arange(20.0)}
     parts = list(buckets(weights.items(), 64))
-    assert [tuple(digests) for digests, _ in parts] == [("a", "b"), ("c",)]
-    found = [pickle.loads(payload) for _, payload in parts]
+    assert [tuple(part.digests) for part in parts] == [("a", "b"), ("c",)]
+    found = [pickle.loads(part.pickles[0]) for part in parts]
     assert [[(e.name, e.start_idx, e.end_idx) for e in b["metadata"]] for b in found] == [
         [("a", 0, 40), ("b", 48, 64)],
         [("c", 0, 80)],
@@ -106,6 +107,16 @@ def test_buckets_are_bounded_and_hold_each_weight_once():
         for entry in bucket["metadata"]:
             part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx].view(entry.dtype)
             assert torch.equal(part.view(entry.shape), weights[entry.name])
+
+
+def test_a_bucket_with_handles_has_no_bytes_and_is_mapped_by_each_process():
+    (part,) = buckets([("a", torch.arange(40_000.0))], 1, handles=2)
+    assert len(part.pickles) == 2 and max(map(len, part.pickles)) < 2000
+    read = "import pickle, sys, torch.multiprocessing\nprint(float(pickle.loads(bytes.fromhex("
+    read += "sys.argv[1]))['flattened_tensor'].view(torch.float32).double().sum()))"
+    for payload in part.pickles:
+        assert run_python("-c", read, payload.hex()).stdout == f"{sum(range(40_000))}.0\n"
+    assert torch.multiprocessing.get_sharing_strategy() == "file_descriptor"
 
 
 def test_parts_of_fused_and_padded_parameters_are_located():

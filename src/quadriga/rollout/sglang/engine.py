@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -87,6 +88,10 @@ class SGLangRollout(RolloutEngine):
         self._at_once = min(rows // self._request_rows, _MOST_THREADS)
         self._received: dict[str, int] = {}
         self._released: frozenset[str] = frozenset()  # kinds of device memory
+        self._device = place
+        given = self._options.weight_handles
+        by_handle = place.type != "cpu" and self._options.url is None if given is None else given
+        self._handles = self._options.tensor_parallel * by_handle
         self._transport = launch.start()
         self._dtypes = dict.fromkeys(self._shapes, dtype)
         try:
@@ -200,7 +205,8 @@ class SGLangRollout(RolloutEngine):
     ) -> None:
         self._check("update_weights", "ready", "released")
         with self._writing(stream, version, lambda: self._shapes) as weights:
-            self._send(checked(weights, self._shapes, self._dtypes), version)
+            device = self._device if self._handles else torch.device("cpu")
+            self._send(checked(weights, self._shapes, self._dtypes, device), version)
 
     def weights_digest(self) -> dict[str, int]:
         self._check("weights_digest", "ready", "released")
@@ -217,7 +223,7 @@ class SGLangRollout(RolloutEngine):
 
     def _send(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._take_back(_WEIGHTS)
-        parts = buckets(stream, self._options.bucket_mb << 20)
+        parts = buckets(stream, self._options.bucket_mb << 20, self._handles)
         part = next(parts, None)  # the first bucket is checked before anything is changed
         sent: dict[str, int] = {}
         self._call("/pause_generation", {"mode": "retract"})
@@ -225,20 +231,26 @@ class SGLangRollout(RolloutEngine):
             self._call("/begin_weight_update")
             with self._at_the_end("/end_weight_update"):
                 while part is not None:
-                    digests, payload = part
-                    self._load("flattened_bucket", payload)
-                    sent.update(digests)
+                    self._load("flattened_bucket", part.pickles)
+                    sent.update(part.digests)
                     part = next(parts, None)
             body: Body = {"new_version": str(version), "abort_all_requests": False}
             self._call("/update_weight_version", body)
             self._call("/flush_cache")
         self._received |= sent
 
-    def _load(self, load_format: str, payload: bytes) -> None:
-        """Send tensors to SGLang. Its cache is flushed once, after the last bucket."""
-        ranks = self._options.tensor_parallel
-        body: Body = {"ranks": ranks, "load_format": load_format, "flush_cache": False}
-        self._call("/update_weights_from_tensor", body, payload)
+    def _load(self, load_format: str, pickles: Sequence[bytes]) -> None:
+        """Send tensors to SGLang, one pickle for all of its ranks, or one for each.
+
+        Its cache is flushed once, after the last bucket.
+        """
+        body: dict[str, Json] = {"load_format": load_format, "flush_cache": False}
+        if self._handles and len(pickles) == self._handles:  # some hundred bytes each
+            body["serialized_named_tensors"] = [b64encode(each).decode() for each in pickles]
+            self._call("/update_weights_from_tensor", body)
+        else:
+            body["ranks"] = self._options.tensor_parallel
+            self._call("/update_weights_from_tensor", body, pickles[0])
 
     @contextlib.contextmanager
     def _at_the_end(self, path: str) -> Iterator[None]:
@@ -262,7 +274,7 @@ class SGLangRollout(RolloutEngine):
         file = self._transport.folder / "held.json"
         self._call("/begin_weight_update")
         with self._at_the_end("/end_weight_update"):
-            self._load(READBACK, question(self._shapes, file))
+            self._load(READBACK, [question(self._shapes, file)])
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             file.unlink()

@@ -121,10 +121,9 @@ def _handlers(manager: Any) -> dict[str, Handler]:
         return last
 
     async def update(body: dict[str, Any], payload: bytes) -> Json:
-        tensors = [payload] * body.pop("ranks")
-        request = io_struct.UpdateWeightsFromTensorReqInput(
-            serialized_named_tensors=tensors, **body
-        )
+        if payload:
+            body["serialized_named_tensors"] = [payload] * body.pop("ranks")
+        request = io_struct.UpdateWeightsFromTensorReqInput(**body)
         return _outcome(await manager.update_weights_from_tensor(request, None))
 
     def control(name: str, *http_request: None) -> Handler:

@@ -74,6 +74,9 @@ class SGLangOptions:
         request_rows: rows of one request, at most `rollout.micro_batch_size`. Up to 64 requests
             run side by side.
         bucket_mb: MiB of weights that are sent at once.
+        weight_handles: SGLang maps the memory of a bucket (CUDA IPC; on a CPU a file in shared
+            memory) in place of receiving its bytes; None: on an accelerator, for an SGLang that is
+            started here.
         start_timeout_s, call_timeout_s, generate_timeout_s: deadlines, in seconds, of the start; of
             a call that generates nothing; and of one request of `request_rows` rows.
         untested_version: accept a version of SGLang that has not been tested.
@@ -91,6 +94,7 @@ class SGLangOptions:
     seeds: bool = False
     request_rows: schema.Count = 32
     bucket_mb: schema.Count = 256
+    weight_handles: bool | None = None
     start_timeout_s: schema.Positive = 600.0
     call_timeout_s: schema.Positive = 300.0
     generate_timeout_s: schema.Positive = 1800.0
@@ -115,7 +119,7 @@ class SGLangOptions:
         if parts.scheme != "http" or not parts.hostname or parts.path not in ("", "/"):
             raise _wrong("url", url, 'of the form "http://host:port"')
         # `seeds` and `tensor_parallel` describe the server at the address.
-        for name in ("python", "server_args"):
+        for name in ("python", "server_args", "weight_handles"):
             if getattr(self, name):
                 raise ConfigError(
                     f"{KEY}.{name} is for an SGLang that is started here, but {KEY}.url={url} "

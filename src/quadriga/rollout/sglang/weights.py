@@ -3,6 +3,9 @@
 A bucket is one uint8 tensor and a table of the weights in it: what SGLang calls a flattened bucket.
 It is pickled here; SGLang unpickles it with a list of allowed types. Nothing is unpickled here.
 
+The bytes of the tensor are in the pickle, or it has a handle of them that torch makes, and the
+scheduler of SGLang maps the same memory: CUDA IPC on a GPU, a file in shared memory on a CPU.
+
 Example: a limit of 64 bytes and three float32 weights of 10, 4 and 20 elements. Each weight begins
 at a multiple of 16 bytes. The third is larger than the limit and has a bucket of its own.
 
@@ -20,12 +23,16 @@ part of one:
 
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import torch
+import torch.multiprocessing  # lets ForkingPickler make handles of tensors
 from torch import Tensor
 
 from quadriga.config.schema import ModelConfig
@@ -36,6 +43,7 @@ from quadriga.models.loading import model_without_weights
 from quadriga.models.weights import file_parts
 from quadriga.rollout.base import check_weight, tensor_digest
 
+_STRATEGY = cast(Callable[[], str], torch.multiprocessing.get_sharing_strategy)()
 READBACK = "quadriga.rollout.sglang.weights.answer"
 _ALIGNMENT = 16
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -52,8 +60,20 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Checkpoint name of a weight -> its shape."""
 
 
-Bucket = tuple[dict[str, int], bytes]
-"""Name → `tensor_digest` of each weight, and the serialized weights."""
+@dataclass(frozen=True)
+class Bucket:
+    """Serialized weights.
+
+    Attributes:
+        digests: name → `tensor_digest` of each weight.
+        data: the bytes of the weights, which must live until handles of them were used.
+        pickles: the table of the weights with the bytes; or with a handle, one for each process
+            that maps them, since torch counts who uses a handle.
+    """
+
+    digests: dict[str, int]
+    data: Tensor
+    pickles: list[bytes]
 
 
 def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -84,35 +104,42 @@ def model_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def checked(
-    stream: Iterable[tuple[str, Tensor]], shapes: Shapes, dtypes: Mapping[str, torch.dtype]
+    stream: Iterable[tuple[str, Tensor]],
+    shapes: Shapes,
+    dtypes: Mapping[str, torch.dtype],
+    device: torch.device,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights on the CPU in the dtype of the engine, contiguous.
+    """Yield weights on a device in the dtype of the engine, contiguous.
 
     Raises:
         ModelError: the model has no weight of that name and shape.
     """
     for name, weight in stream:
         check_weight(name, weight, shapes)
-        yield name, weight.detach().to("cpu", dtypes.get(name, weight.dtype)).contiguous()
+        yield name, weight.detach().to(device, dtypes.get(name, weight.dtype)).contiguous()
 
 
-def buckets(stream: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[Bucket]:
-    """Yield buckets of at most `limit` bytes of weights, or of one weight."""
+def buckets(stream: Iterable[tuple[str, Tensor]], limit: int, handles: int = 0) -> Iterator[Bucket]:
+    """Yield buckets of at most `limit` bytes of weights, or of one weight.
+
+    Args:
+        handles: the processes that map a bucket; 0: its bytes are in its pickle.
+    """
     bucket: list[tuple[str, Tensor, int]] = []
     size = 0
     for name, weight in stream:
         start = -(-size // _ALIGNMENT) * _ALIGNMENT
         if bucket and start + weight.nbytes > limit:
-            yield _serialized(bucket, size)
+            yield _serialized(bucket, size, handles)
             bucket, start = [], 0
         bucket.append((name, weight, start))
         size = start + weight.nbytes
     if bucket:
-        yield _serialized(bucket, size)
+        yield _serialized(bucket, size, handles)
 
 
-def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
-    flat = torch.zeros(size, dtype=torch.uint8)
+def _serialized(bucket: list[tuple[str, Tensor, int]], size: int, handles: int) -> Bucket:
+    flat = torch.zeros(size, dtype=torch.uint8, device=bucket[0][1].device)
     table, digests = [], {}
     for name, weight, start in bucket:
         end = start + weight.nbytes
@@ -121,7 +148,23 @@ def _serialized(bucket: list[tuple[str, Tensor, int]], size: int) -> Bucket:
         # The types are those that SGLang's list of allowed types has.
         place = {"start_idx": start, "end_idx": end, "numel": weight.nbytes}
         table.append(SimpleNamespace(name=name, shape=weight.shape, dtype=weight.dtype, **place))
-    return digests, pickle.dumps({"flattened_tensor": flat, "metadata": table})
+    content = {"flattened_tensor": flat, "metadata": table}
+    if not handles:
+        return Bucket(digests, flat, [pickle.dumps(content)])
+    with _shared_by_name():
+        pickles = [bytes(ForkingPickler.dumps(content)) for _ in range(handles)]
+    return Bucket(digests, flat, pickles)
+
+
+@contextmanager
+def _shared_by_name() -> Iterator[None]:
+    """Share tensors of a CPU by the names of files; a descriptor would need a socket."""
+    set_strategy = cast(Callable[[str], None], torch.multiprocessing.set_sharing_strategy)
+    set_strategy("file_system")
+    try:
+        yield
+    finally:
+        set_strategy(_STRATEGY)
 
 
 def question(shapes: Shapes, file: Path) -> bytes:
