@@ -56,7 +56,7 @@ class MegatronEngine(TrainEngine):
         self.round_size = self.stages if ranks.chunks > 1 else 1
         dtype = compute_dtype(engine.dtype, device)
         recompute = bool(model.gradient_checkpointing) and optim is not None
-        transformer = transformer_config(folder.config, ranks, dtype, recompute=recompute)
+        transformer = transformer_config(folder.config, ranks, dtype, device, recompute=recompute)
         kernels = folder.kernels(engine, dtype, device)
         self.pipeline = Pipeline(
             folder.config, transformer, ranks, self.head, kernels, device, trained=optim is not None

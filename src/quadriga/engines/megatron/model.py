@@ -31,6 +31,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -305,7 +306,12 @@ def inverse_frequencies(config: PreTrainedConfig) -> Tensor:
 
 
 def transformer_config(
-    config: PreTrainedConfig, ranks: Ranks, dtype: torch.dtype, *, recompute: bool
+    config: PreTrainedConfig,
+    ranks: Ranks,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recompute: bool,
 ) -> TransformerConfig:
     """Return Megatron-core's settings of a model.
 
@@ -353,8 +359,9 @@ def transformer_config(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
+        # A kernel of Apex or Transformer Engine adds gradients of weights in the product, if found.
+        gradient_accumulation_fusion=_grad_accum_fusion_available,
+        bias_activation_fusion=device.type != "cpu",  # a CPU would compile it for a minute
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -422,10 +429,13 @@ class Pipeline:
                 stage.requires_grad_(False)
             return
         transformer.finalize_model_grads_func = _finish_gradients
-        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+        # Gradients of the last layers are sent while the backward pass computes those before them.
+        settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, overlap_grad_reduce=True)
         self._models = [
             DistributedDataParallel(transformer, settings, stage) for stage in self._chunks
         ]
+        own = [model.no_sync for model in self._models]  # only the last micro-batch sends
+        transformer.no_sync_func = own if len(own) > 1 else own[0]
 
     def gradient_buffers(self) -> Iterator[Tensor]:
         """Yield the memory in which gradients are added up."""
