@@ -126,7 +126,7 @@ def test_an_evaluation_of_a_model_equals_that_of_its_responses(
     assert results_in(again)["sources"] == first
     assert (again / "samples.jsonl").read_bytes() == (folder / "samples.jsonl").read_bytes()
     # A changed rule scores the responses that are there.
-    monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(generation, "rollout_group", lambda *_: pytest.fail("ranks were started"))
     (tmp_path / "rule.py").write_text(RULE)
     second = results_in(of_model(f"reward.path={tmp_path / 'rule.py'}", "pass_at=[1]"))["sources"]
     assert first[0]["metrics"]["mean@4"] != second[0]["metrics"]["mean@4"]
@@ -156,3 +156,51 @@ def test_another_model_or_file_in_the_same_folder_is_refused(
 def test_rows_that_cannot_be_scored_are_named(evaluate, rows, words) -> None:
     with pytest.raises(DataError, match=words):
         evaluate(rows)
+
+
+ENVIRONMENT = """
+from quadriga.agents.environments import Done, Observation
+
+class Environment:
+    def reset(self, row):
+        self.truth = row["reward_model"]["ground_truth"]
+
+    def step(self, action):
+        if action.turn == 2:
+            return Done(reward=1.0, metrics={"known": len(self.truth)})
+        if int(self.truth) % 2:
+            raise ValueError("odd")
+        return Observation("again", reward=-0.25)
+"""
+
+
+def test_an_evaluation_plays_the_episodes_of_a_validation(of_model, tiny_task, tmp_path):
+    (tmp_path / "game.py").write_text(ENVIRONMENT)
+    played = [f"agent.path={tmp_path / 'game.py'}", "agent.max_turn_tokens=4", "n=2",
+              "rollout.slice_tokens=4", "max_response_length=40"]  # fmt: skip
+    folder = of_model(*played)
+    written = (folder / "responses.jsonl").read_bytes()
+    rows = list(read_jsonl(folder / "responses.jsonl"))
+    episodes = [episode for row in rows for episode in row["episodes"]]
+    samples = list(read_jsonl(folder / "samples.jsonl"))
+    assert [s["score"] for s in samples] == [e["score"] for e in episodes]
+    for row, episode in zip([r for r in rows for _ in range(2)], episodes, strict=True):
+        truth, found = row["reward_model"]["ground_truth"], (episode["score"], episode["status"])
+        if int(truth) % 2:
+            assert found == (0, "raised") and "odd" in episode["detail"]
+            continue
+        assert found == (0.75, "done") and episode["metrics"] == {"known": len(truth)}
+        assert ["again" in turn["observed"] for turn in episode["turns"]] == [True, False]
+    results = json.loads((folder / "results.json").read_text())
+    raised = sum(episode["status"] == "raised" for episode in episodes)
+    assert 0 < raised < len(episodes) and results["failed"] == raised
+    assert results["agent"]["agent/raised"] == raised / len(episodes)
+    assert of_model(*played, "rollout.replicas.enable=true") == folder  # reads what is there
+    assert (folder / "responses.jsonl").read_bytes() == written
+    with pytest.raises(ConfigError, match=r"agent\.max_turns: 8 → 1"):
+        of_model(*played, "agent.max_turns=1")
+    (tmp_path / "game.py").write_text(ENVIRONMENT + "\n")
+    with pytest.raises(ConfigError, match=r"content of agent\.path"):
+        of_model(*played)
+    with pytest.raises(ConfigError, match="response_files are not played"):
+        of_model(*played, f"response_files={folder / 'responses.jsonl'}", "data_files=")

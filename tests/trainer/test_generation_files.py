@@ -44,7 +44,7 @@ def whole(tiny_task, tmp_path_factory) -> bytes:
 
 
 def no_ranks(monkeypatch) -> None:
-    monkeypatch.setattr(generation, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(generation, "rollout_group", lambda *_: pytest.fail("ranks were started"))
 
 
 def test_a_row_has_the_prompt_and_its_responses_and_what_scores_them(generate) -> None:

@@ -170,7 +170,7 @@ def test_a_refusal_leaves_the_output_and_a_complete_one_needs_no_memory(
     output, small = f"output={tmp_path / 'out.jsonl'}", "trainer.device_memory_gb=0.4"
     assert main(["generate", *arguments("generate", output)]) == 0
     before = (tmp_path / "out.jsonl").read_bytes()
-    monkeypatch.setattr(evaluation, "rollout_group", lambda _: pytest.fail("ranks were started"))
+    monkeypatch.setattr(evaluation, "rollout_group", lambda *_: pytest.fail("ranks were started"))
     assert main(["generate", *arguments("generate", output, small)]) == 0
     again = arguments("generate", output, small, "seed=1", "overwrite=true")
     assert main(["generate", *again]) == 2

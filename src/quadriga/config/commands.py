@@ -7,6 +7,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from quadriga.config.paths import PathSettings
 from quadriga.config.schema import (
+    AgentConfig,
     BackendName,
     Count,
     DeviceName,
@@ -154,6 +155,7 @@ class GenerationConfig(PathSettings):
     sampling: SamplingConfig = field(default_factory=lambda: SamplingConfig(temperature=0.0))
     max_prompt_length: Count = 512  # tokens; longer prompts are left out
     max_response_length: Count = 512  # tokens
+    agent: AgentConfig = field(default_factory=AgentConfig)  # a response is a whole episode
     batch_size: Count = 64  # prompts generated at once, over all ranks
     seed: Natural = 0  # of sampling, and of the bootstrap
     overwrite: bool = False  # replace an output that other settings or data have made

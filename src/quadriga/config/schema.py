@@ -323,6 +323,9 @@ class RolloutEngineConfig:
     # a batch; None: no limit but that of the call to the worker group (call_timeout_s)
     deadline_s: Positive | None = None
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    # with trainer.max_staleness or agent.path: tokens of a response that are sampled in one call.
+    # Between two calls other responses may join, and weights are updated
+    slice_tokens: Count = 128
 
     def rows_at_once(self, rows: int, ranks: int) -> int:
         """Return how many rows of a batch a rank generates at once, at most."""
@@ -364,9 +367,6 @@ class RolloutConfig(RolloutEngineConfig):
     # with model.lora: the engine computes with the adapters, which alone are sent after the first
     # weight sync; false: they are merged into the weights; None: if the engine can
     load_adapters: bool | None = None
-    # with trainer.max_staleness: tokens of a response that are sampled in one call. Between two
-    # calls other responses may join, and weights are updated
-    slice_tokens: Count = 128
     # with trainer.max_staleness: prompts that are generated, scored or ready at once, as a multiple
     # of data.train_batch_size; None: max_staleness + 1. A smaller factor has younger responses
     oversample: Annotated[float, Ge(1)] | None = None

@@ -23,8 +23,9 @@ import hashlib
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -32,13 +33,14 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from quadriga.agents.pool import FAILURES
 from quadriga.checkpoint.files import digest_file, digest_json, read_json, write_json
 from quadriga.config.commands import EvalConfig, GenerateConfig, GenerationConfig
 from quadriga.config.convert import check_choice
 from quadriga.config.loading import setting_leaves, to_yaml, written_settings
 from quadriga.config.paths import absolute_paths, local_path
 from quadriga.config.role_ranks import trainer_settings
-from quadriga.config.schema import ActorRolloutRefConfig, RolloutConfig
+from quadriga.config.schema import ActorRolloutRefConfig, DataConfig, RolloutConfig, TrainConfig
 from quadriga.config.secrets import shown
 from quadriga.data.images import TAG
 from quadriga.data.rows import Row, check_files as existing_files, read_pieces
@@ -50,10 +52,11 @@ from quadriga.observability.jsonl import JsonlFile, JsonObject, read_jsonl
 from quadriga.observability.run_folder import RunLock
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards import RewardManager
-from quadriga.rewards.functions import SCORED, Outcome
+from quadriga.rewards.functions import SCORED, Outcome, Status
 from quadriga.rewards.manager import parts_of
 from quadriga.rollout import ROLLOUTS, rollout_of
-from quadriga.streams.replicas import FROM_FOLDER, ReplicatedRollout, start_replicas
+from quadriga.streams.playing import EpisodeGenerator, EpisodeReward, make_episodes
+from quadriga.streams.replicas import FROM_FOLDER, Replicas, ReplicatedRollout, start_replicas
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import changed_inputs, contents_digest
 from quadriga.trainer.checks.data import check_generation_data, check_images_supported
@@ -63,7 +66,8 @@ from quadriga.trainer.checks.settings import (
     check_eval_settings,
     check_generate_settings,
 )
-from quadriga.trainer.ingredients import image_rules
+from quadriga.trainer.ingredients import image_rules, make_space, with_tool_prompts
+from quadriga.trainer.record import turns_of
 from quadriga.trainer.roles.registry import Role
 from quadriga.trainer.roles.workers import threads_per_rank
 from quadriga.trainer.validation import (
@@ -146,7 +150,9 @@ _log = logging.getLogger("quadriga")
 
 ResponseRow = JsonObject
 """`index` of the prompt in the data, `prompt`, `responses`, `response_tokens`, `finished`, and of
-`data_source`, `reward_model` and `extra_info` those that the row of the data has."""
+`data_source`, `reward_model` and `extra_info` those that the row of the data has. With `agent.path`
+`episodes`: the score, status, metrics and turns of each response."""
+EPISODES = "episodes"
 
 _FROM_DATA = (fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO)
 
@@ -182,7 +188,10 @@ def load_prompts(
         message = {"role": "user", "content": prompt}
         row = {config.prompt_key: [message], str(config.image_key): list(images)}
         files = [Row(row, "given", 0)]
-    dataset = PromptDataset.from_settings(files, tokenizer, config, images=rules)
+    dataset = PromptDataset.from_settings(
+        files, tokenizer, with_tool_prompts(config, config.agent), images=rules
+    )
+    make_space(dataset, config.agent)
     check_generation_data(config, tokenizer, dataset)
     if dataset.filtered:
         _log.warning(
@@ -236,17 +245,19 @@ def generate(
     if loader.batches_done >= len(loader):
         return
     console = RunConsole(len(loader), title="generate", file=sys.stderr)
-    with rollout_group(config) as group, closing(console):
+    scores = EpisodeReward(config.agent, config.batch_size * config.n)
+    with rollout_group(config, prompts.tokenizer) as group, closing(console):
         for batch in loader:
-            yield _generate_batch(config, group, batch, prompts.tokenizer)
+            yield _generate_batch(config, group, batch, prompts.tokenizer, scores)
             console.log(loader.batches_done, {})
 
 
 def _generate_batch(
     config: GenerationConfig,
-    group: GeneratingGroup,
+    group: GeneratingGroup | EpisodeGenerator,
     prompts: DataProto,
     tokenizer: PreTrainedTokenizerBase,
+    reward: EpisodeReward,
 ) -> list[ResponseRow]:
     expanded = stages.expand_prompts(prompts, n=config.n, seed=config.seed, seed_by_index=True)
     batch = stages.generate(expanded.batch, group, "train").batch
@@ -256,10 +267,19 @@ def _generate_batch(
             f"rollout engine {config.rollout.name!r} generated with weights of version "
             f"{min(versions)} of a training run; start the server again with model.path"
         )
-    pairs = zip(batch.batch[fields.RESPONSES], batch.batch[fields.RESPONSE_MASK], strict=True)
+    width = batch.batch[fields.RESPONSES].shape[1]
+    known = batch.batch[fields.ATTENTION_MASK][:, -width:]  # observations have no response mask
+    pairs = zip(batch.batch[fields.RESPONSES], known, strict=True)
     ids = [row[mask.bool()].tolist() for row, mask in pairs]
     texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
     finished = batch.batch[fields.FINISHED].bool().tolist()
+    episodes: list[JsonObject] = []
+    if fields.EPISODE in batch.non_tensor_batch:
+        scores = reward(batch).batch[fields.TOKEN_LEVEL_SCORES].sum(-1).tolist()
+        for i, about in enumerate(batch.non_tensor_batch[fields.EPISODE]):
+            kept = {key: about[key] for key in ("status", "detail", "metrics")}
+            turns = [{**turn, "seconds": None} for turn in turns_of(batch, i, tokenizer)]
+            episodes.append({"score": round(scores[i], 6), **kept, "turns": turns})
     arrays, n = prompts.non_tensor_batch, config.n
     rows: list[ResponseRow] = []
     for number in range(len(prompts)):
@@ -270,6 +290,7 @@ def _generate_batch(
             "responses": texts[own],
             "response_tokens": [len(tokens) for tokens in ids[own]],
             "finished": finished[own],
+            **({EPISODES: episodes[own]} if episodes else {}),
         }
         values = {key: arrays[key][number] for key in _FROM_DATA if key in arrays}
         rows.append(row | {key: value for key, value in values.items() if value is not None})
@@ -277,11 +298,14 @@ def _generate_batch(
 
 
 @contextmanager
-def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
+def rollout_group(
+    config: GenerationConfig, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[GeneratingGroup | EpisodeGenerator]:
     """Start the ranks, load the model on each of them, and stop them after the block.
 
     Each rank has a rollout engine, which samples by `config.sampling`. All ranks are one group, or
-    each copy of the weights is a replica (`rollout.replicas`).
+    each copy of the weights is a replica (`rollout.replicas`). With `agent.path` they play
+    episodes, as in the validation of a training run.
 
     Raises:
         PlacementError: the nodes cannot hold the ranks. Nothing was started.
@@ -302,12 +326,21 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
         model=absolute_paths(config.model),
         rollout=RolloutConfig(**vars(config.rollout), n=config.n, sampling=config.sampling),
     )
+    data = DataConfig(
+        max_response_length=config.max_response_length,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
+    run = absolute_paths(TrainConfig(agent=config.agent, data=data, actor_rollout_ref=policy))
+    episodes = make_episodes(run, tokenizer)
     worker = ClassWithInitArgs(
         ActorRolloutRefWorker, config=policy, role=Role.Rollout.key, runtime=runtime
     )
     backend = open_backend(trainer)
     groups: list[WorkerGroup] = []
-    with closing(StartedGroups(backend, groups)):
+    with ExitStack() as stack:
+        stack.enter_context(closing(StartedGroups(backend, groups)))
+        if episodes is not None:
+            stack.callback(episodes.close)
         pool = one_pool(trainer, backend)
         rollout: GeneratingGroup
         if config.rollout.replicas.enable:
@@ -319,8 +352,11 @@ def rollout_group(config: GenerationConfig) -> Iterator[GeneratingGroup]:
         else:
             group = start_group(backend, pool, worker, groups, trainer)
             group.init_model()
-            rollout = group
-        yield rollout
+            replicas, rollout = Replicas(lambda _: group, 1), group
+        if episodes is None:
+            yield rollout
+        else:
+            yield EpisodeGenerator(run, replicas, episodes, config.rollout.replicas.enable)
 
 
 class ResponseFile:
@@ -458,6 +494,8 @@ _WITHOUT_EFFECT = (
     "rollout.replicas.", "model.path", "model.tokenizer_path", "model.use_shm",
 )  # fmt: skip
 """Settings, or beginnings of their keys, that change no response."""
+_OF_EPISODES = ("agent.", "rollout.slice_tokens")
+_OF_AGENT_PROCESSES = ("agent.path", "agent.processes", "agent.spread", "agent.concurrency")
 _OF_SCORES = ("reward.", "pass_at", "correct_at", "resamples", "confidence", "response_")
 _LISTED = 8  # changes that a message names
 _SAMPLES, _SAMPLE = 64, 64 << 10  # parts of a larger weight file that are digested, and their bytes
@@ -472,10 +510,13 @@ def inputs_of(config: GenerationConfig) -> Inputs:
     of both.
     """
     settings = setting_leaves(written_settings(config))
-    left_out = (*_WITHOUT_EFFECT, *_OF_SCORES)
+    plays = config.agent.path is not None
+    left_out = (*_WITHOUT_EFFECT, *_OF_SCORES, *(_OF_AGENT_PROCESSES if plays else _OF_EPISODES))
     kept: Inputs = {key: value for key, value in settings if not key.startswith(left_out)}
     model = config.model
     kept["content of data_files"] = contents_digest(config.data_files)
+    if config.agent.path is not None:
+        kept["content of agent.path"] = contents_digest([config.agent.path])
     if isinstance(config, GenerateConfig) and config.images:
         kept["content of images"] = contents_digest(config.images)
     for name, path in (("path", model.path), ("tokenizer_path", model.tokenizer_path)):
@@ -528,12 +569,14 @@ class Evaluation:
     Attributes:
         failed: responses whose reward function failed.
         left_out: prompts that are longer than `max_prompt_length`.
+        agent: with `agent.path`, means over the episodes, by the names of a training run.
     """
 
     folder: Path
     summaries: tuple[SourceSummary, ...]
     failed: int
     left_out: int
+    agent: dict[str, float]
 
 
 def run_evaluation(config: EvalConfig) -> Evaluation:
@@ -561,8 +604,9 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
             reward.check(read_responses(files, config.response_key), files)
             rows = read_responses(files, config.response_key)
         else:
-            prompts.keeps_columns = reward.reads_columns
-            reward.check(prompts, config.data_files)
+            if config.agent.path is None:
+                prompts.keeps_columns = reward.reads_columns
+                reward.check(prompts, config.data_files)
             write_responses(config, prompts, str(folder / RESPONSES))
             written = zip(rows_of(folder / RESPONSES), prompts, strict=True)
             rows = ({**row, fields.COLUMNS: item.get(fields.COLUMNS)} for row, item in written)
@@ -573,12 +617,24 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
     settings = SummarySettings(ks, correct_at, config.resamples, config.confidence, config.seed)
     summaries = summarise([prompt for prompt, _ in scored], settings)
     left_out = 0 if prompts is None else prompts.filtered
-    results = {"sources": [asdict(s) for s in summaries], "failed": failed, "left_out": left_out}
+    agent = {} if config.agent.path is None else _of_episodes(rows_of(folder / RESPONSES))
+    sources = [asdict(summary) for summary in summaries]
+    results = {"sources": sources, "failed": failed, "left_out": left_out, "agent": agent}
     write_json(folder / RESULTS, {**results, "inputs": inputs})
     plot_results(summaries, folder / PLOT)
     with replacing(folder / CONFIG) as fresh:
         fresh.write_text(to_yaml(config), encoding="utf-8")
-    return Evaluation(folder, summaries, failed, left_out)
+    return Evaluation(folder, summaries, failed, left_out, agent)
+
+
+def _of_episodes(rows: Iterable[JsonObject]) -> dict[str, float]:
+    sums, count = Counter[str](), 0
+    for episode in (episode for row in rows for episode in row[EPISODES]):
+        ended = f"agent/{'' if episode['status'] in FAILURES else 'ended/'}{episode['status']}"
+        own = {f"agent/{name}": value for name, value in episode["metrics"].items()}
+        sums.update({"agent/turns/mean": len(episode["turns"]), ended: 1, **own})
+        count += 1
+    return {name: value / count for name, value in sorted(sums.items())}
 
 
 def read_responses(files: Sequence[str], key: str) -> Iterator[JsonObject]:
@@ -625,8 +681,14 @@ def _score(
         while some := list(islice(read, _TOGETHER)):
             texts: list[list[str]] = [row[fields.RESPONSES] for row in some]
             every = [(row, text) for row, own in zip(some, texts, strict=True) for text in own]
-            outcomes = reward.score_texts([text for _, text in every], [row for row, _ in every])
-            scored = iter(zip(every, outcomes, reward.answers, strict=True))
+            if EPISODES in some[0]:  # their environments have scored them
+                outcomes = [_outcome(episode) for row in some for episode in row[EPISODES]]
+                answers: Sequence[str | None] = [None] * len(every)
+            else:
+                rows_of_texts = [row for row, _ in every]
+                outcomes = reward.score_texts([text for _, text in every], rows_of_texts)
+                answers = reward.answers
+            scored = iter(zip(every, outcomes, answers, strict=True))
             for row, own in zip(some, texts, strict=True):
                 source = row.get(fields.DATA_SOURCE)
                 found = PromptScores(NO_SOURCE if source is None else str(source), [], [])
@@ -637,6 +699,12 @@ def _score(
                     found.answers.append(answer)
                     failed += outcome.status != SCORED
                 yield found, failed
+
+
+def _outcome(episode: JsonObject) -> Outcome:
+    status: Status = episode["status"] if episode["status"] in FAILURES else SCORED
+    extra = {"turns": len(episode["turns"]), **episode["metrics"]}
+    return Outcome(status, episode["score"], extra, episode["detail"])
 
 
 def _sample(

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from quadriga.config.schema import DataConfig, ModelConfig, TrainConfig
+from quadriga.config.commands import GenerationConfig
+from quadriga.config.schema import AgentConfig, DataConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.trainer.checks.data import check_training_data
 from quadriga.trainer.dataflow import StepPlan, scores_come_from_roles, validation_dataflow
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from quadriga.data.loader import Mixture
     from quadriga.data.user_classes import Prompts
     from quadriga.rewards import RewardManager
+
+PromptSettings = TypeVar("PromptSettings", DataConfig, GenerationConfig)
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     from quadriga.models.loading import tokenizer_of
     from quadriga.rewards import RewardManager
 
-    data, model = _with_tools(config), config.actor_rollout_ref.model
+    data, model = with_tool_prompts(config.data, config.agent), config.actor_rollout_ref.model
     tokenizer = tokenizer_of(model)
     # A seed of its own lets two runs differ in sampling and still see the same order of prompts.
     seed = data.seed if data.seed is not None else config.trainer.seed
@@ -69,17 +72,13 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     # Dynamic sampling and a stream of prompt groups concatenate the batches of several draws.
     draws_again = config.algorithm.filter_groups.enable
     train.same_width = draws_again or config.trainer.max_staleness > 0
-    train.keeps_columns = agent = config.agent.path is not None  # environments read all columns
-    if agent:  # `reset` may add to a prompt
-        train.same_width = True
-        train.longest += config.agent.reset_tokens
+    agent = config.agent.path is not None
+    make_space(train, config.agent)
     datasets, val_loader, sampler = [train], None, None
     if data.val_files:
         val = load_prompts(data.val_files, data, tokenizer, images)
         datasets.append(val)
-        if agent:
-            val.keeps_columns = val.same_width = True
-            val.longest += config.agent.reset_tokens
+        make_space(val, config.agent)
         val_loader = ordered_loader(val, data.val_batch_size)
     if data.sampler.path is not None:
         sampler = user_sampler(data.sampler.path, data.sampler, train, seed)
@@ -102,9 +101,15 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     return Ingredients(tokenizer, train_loader, val_loader, reward)
 
 
-def _with_tools(config: TrainConfig) -> DataConfig:
+def make_space(prompts: Prompts, agent: AgentConfig) -> None:
+    """Let prompts have what an environment needs: all columns, and space for what `reset` adds."""
+    if agent.path is not None:
+        prompts.keeps_columns = prompts.same_width = True
+        prompts.longest += agent.reset_tokens
+
+
+def with_tool_prompts(data: PromptSettings, agent: AgentConfig) -> PromptSettings:
     """Return the settings of the prompts, into which the chat template writes the tools."""
-    data, agent = config.data, config.agent
     if agent.path is None:
         return data
     from quadriga.agents.environments import EnvironmentRef

@@ -454,7 +454,7 @@ def read_samples(
             group=str(arrays[fields.UID][i]),
             components=components or None,
             advantage=advantage,
-            turns=_turns(batch, i, tokenizer) if fields.EPISODE in arrays else None,
+            turns=turns_of(batch, i, tokenizer) if fields.EPISODE in arrays else None,
             tokens=_tokens(tokenizer, kept[:most_tokens].tolist(), *of_tokens),
         )
 
@@ -497,7 +497,7 @@ def _sampled(versions: Tensor) -> list[int]:
     return [version for version in versions.tolist() if version > OBSERVED]
 
 
-def _turns(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> list[Turn]:
+def turns_of(batch: DataProto, row: int, tokenizer: PreTrainedTokenizerBase) -> list[Turn]:
     """Return the turns of an episode."""
     about, tensors = batch.non_tensor_batch[fields.EPISODE][row], batch.batch
     ids, versions = tensors[fields.RESPONSES][row], tensors[fields.TOKEN_VERSIONS][row]

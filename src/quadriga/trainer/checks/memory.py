@@ -591,11 +591,15 @@ def generation_plan(
         ModelError: the model folder has no config of a causal language model.
     """
     trainer = config.trainer
-    _, rows, longest = generated_rows(config, prompts)
+    of_rank, rows, longest = generated_rows(config, prompts)
     limit = device_limit(trainer_settings(trainer), device_type)
+    response, kept, prompts_at_once = config.max_response_length, 0, math.ceil(rows / config.n)
+    if config.agent.path is not None:  # a turn continues a row; others wait for environments
+        longest, response = longest + response - 1, min(response, config.rollout.slice_tokens)
+        kept, prompts_at_once = min(of_rank - rows, rows), rows
     use = GenerationUse(
-        rows, math.ceil(rows / config.n), longest, config.max_response_length, config.sampling,
-        device_type, limit[0] if limit else None,
+        rows, prompts_at_once, longest, response, config.sampling,
+        device_type, limit[0] if limit else None, kept,
     )  # fmt: skip
     generation = rollout_of(config.rollout).memory(config.model, use)
     rollout = schema.RolloutConfig(micro_batch_size=config.rollout.micro_batch_size)

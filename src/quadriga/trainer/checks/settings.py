@@ -31,6 +31,7 @@ from quadriga.config.schema import (
     EngineConfig,
     ModelConfig,
     OptimConfig,
+    RewardConfig,
     RolloutEngineConfig,
     RunConfig,
     SamplingConfig,
@@ -335,8 +336,10 @@ def check_train_settings(config: TrainConfig) -> None:
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
-    for check in (*checks, _full_kl, _replay, _streams, _agent, _weights_in_flight, _snapshots):
+    for check in (*checks, _full_kl, _replay, _streams, _weights_in_flight, _snapshots):
         refuse(config, check(config))
+    most = config.data.max_response_length
+    refuse(config, _agent(config, policy.rollout, config.reward, most, "data."))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
     check_trackers(config.trainer.loggers)
@@ -372,6 +375,8 @@ def _generation(config: GenerationConfig) -> Problems:
     yield from _sampling("sampling", config.sampling, config.max_response_length)
     yield from _equal_samples("n", config.n, "sampling", config.sampling)
     yield from _not_trained("model", config.model)
+    reward = config.reward if isinstance(config, EvalConfig) else RewardConfig()
+    yield from _agent(config, rollout, reward, config.max_response_length)
 
 
 def _evaluation(config: EvalConfig) -> Problems:
@@ -383,6 +388,8 @@ def _evaluation(config: EvalConfig) -> Problems:
         )
     if not config.response_files and max(config.pass_at, default=0) > config.n:
         yield "pass_at", f"has more than n={config.n} responses; set n to {max(config.pass_at)}"
+    if config.agent.path is not None and config.response_files:
+        yield "agent.path", "plays new episodes, and response_files are not played; remove one"
     if config.reward.on_failure == "mask":
         yield "reward.on_failure", "leaves samples out of an update; set it to zero or fail"
 
@@ -477,6 +484,8 @@ def _local_ranks(config: TrainConfig | SFTConfig | RMConfig, role: str) -> Probl
 def _reward_model(config: TrainConfig) -> Problems:
     if not role_ranks.has_reward_model(config):
         return
+    if config.agent.path is not None:
+        yield "reward_model.enable", "scores one turn; set it to false"
     if not config.reward_model.model.path:
         yield (
             "reward_model.model.path",
@@ -656,28 +665,38 @@ def _streams(config: TrainConfig) -> Problems:
     if (rollout.oversample or 1) > (most := trainer.max_staleness + 1):
         problem = f"is above {STALENESS} + 1 = {most}, so some prompts would become too old"
         yield f"{ROLLOUT}.oversample", f"{problem}; lower it, or raise max_staleness"
-    if (trainer.max_staleness or config.agent.path) and not rollout_of(rollout).continues:
-        needs = STALENESS if trainer.max_staleness else "agent.path"
+    if trainer.max_staleness and not rollout_of(rollout).continues:
         name = f"{ROLLOUT}.name={rollout.name}"
-        yield needs, f"needs an engine that can continue a response, and {name} cannot"
+        yield STALENESS, f"needs an engine that can continue a response, and {name} cannot"
     if not trainer.max_staleness and rollout.update != "pause":
         yield f"{ROLLOUT}.update", f"needs {STALENESS} above 0; set it, or update=pause"
 
 
-def _agent(config: TrainConfig) -> Problems:
-    """Yield what cannot be done with episodes of several turns, or has no effect with them."""
+def _agent(
+    config: TrainConfig | GenerationConfig,
+    rollout: RolloutEngineConfig,
+    reward: RewardConfig,
+    most: int,
+    prefix: str = "",
+) -> Problems:
+    """Yield what cannot be done with episodes of several turns, or has no effect with them.
+
+    Args:
+        most: tokens of an episode, the setting `prefix`max_response_length.
+    """
     if (agent := config.agent).path is None:
         if agent != AgentConfig():
             yield "agent.path", "is not set, so other settings agent.* have no effect; set it"
         return
-    if config.reward.path is not None or config.reward.parts:
+    if not rollout_of(rollout).continues:
+        name = f"rollout.name={rollout.name}"
+        yield "agent.path", f"needs an engine that can continue a response, and {name} cannot"
+    if reward.path is not None or reward.parts:
         yield "reward", "is not called, because the environment scores; remove it, or agent.path"
-    if role_ranks.has_reward_model(config):
-        yield "reward_model.enable", "scores one turn; set it to false"
     if agent.spread and config.trainer.backend != "ray":
         yield "agent.spread", "needs the nodes of trainer.backend=ray; set it to false"
-    if (agent.max_turn_tokens or 0) > (most := config.data.max_response_length):
-        yield "agent.max_turn_tokens", f"is above data.max_response_length={most}; lower it"
+    if (agent.max_turn_tokens or 0) > most:
+        yield "agent.max_turn_tokens", f"is above {prefix}max_response_length={most}; lower it"
 
 
 def _weights_in_flight(config: TrainConfig) -> Problems:
