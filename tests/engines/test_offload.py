@@ -13,6 +13,7 @@ from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines.base import DeviceMemory
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.engines.optimizers import local_shard
+from quadriga.parallel.device import host_empty
 
 
 def offloading(folder: str):
@@ -141,3 +142,16 @@ def test_moments_are_on_the_device_during_an_optimizer_step_only(gpt2_folder):
     parameters = sum(local_shard(p.detach()).nbytes for p in engine.module.parameters())
     assert found == {"backward": 0, "step": 2 * parameters}
     assert on_device() == 0
+
+
+def test_pinned_memory_has_the_bytes_that_were_asked_for(monkeypatch):
+    """Only a device can pin memory: here the settings of torch's allocator are read."""
+    empty, asked = torch.empty, []
+
+    def unpinned(shape, *, dtype, pin_memory):
+        asked.append(pin_memory)
+        return empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
+    assert host_empty([3], torch.uint8, pinned=True).shape == (3,) and asked == [True]
+    assert "pinned_max_round_threshold_mb:1" in torch._C._accelerator_getAllocatorSettings()

@@ -40,6 +40,7 @@ from quadriga.checkpoint.files import SavedFile, read_json, write_json, write_te
 from quadriga.config.paths import local_path
 from quadriga.errors import CheckpointError
 from quadriga.observability.jsonl import JsonObject
+from quadriga.parallel.device import host_empty
 
 
 @dataclass(frozen=True)
@@ -248,8 +249,10 @@ class RankState:
             if not (whole or block.is_first_copy):
                 continue
             data, earlier = block.data, into.blocks.get(name) if into is not None else None
-            fits = earlier is not None and earlier.data.shape == data.shape
-            host = earlier.data if earlier is not None and fits else _host_memory(data)
+            if earlier is not None and earlier.data.shape == data.shape:
+                host = earlier.data
+            else:  # copies from CUDA to pinned memory run several at once
+                host = host_empty(data.shape, data.dtype, pinned=data.device.type == "cuda")
             blocks[name] = replace(block, data=host.copy_(data, non_blocking=host.is_pinned()))
             devices |= {data.device} if host.is_pinned() else set()
         for device in devices:
@@ -277,11 +280,6 @@ class RankState:
         }
         # The index is written after the tensors, so an index never describes a missing file.
         return [random_file, written, write_json(folder / f"{name}.json", index)]
-
-
-def _host_memory(data: Tensor) -> Tensor:
-    # Copies from CUDA to pinned memory are fast, and several of them run at once.
-    return torch.empty(data.shape, dtype=data.dtype, pin_memory=data.device.type == "cuda")
 
 
 def read_scalars(folder: str | Path, *, step: int | None = None) -> JsonObject:

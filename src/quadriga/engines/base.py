@@ -26,6 +26,7 @@ from quadriga.models.folder import has_tokenizer, local_folder
 from quadriga.models.images import MultiModalRows
 from quadriga.observability.jsonl import JsonObject
 from quadriga.parallel.costs import CostModel
+from quadriga.parallel.device import host_empty
 from quadriga.parallel.distributed import (
     init_distributed,
     local_device,
@@ -556,5 +557,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def _to_host(storage: torch.UntypedStorage) -> Tensor:
     # Pinned memory makes the copies fast. They are in the order of the device's stream, so a
     # storage may be emptied, or its host copy dropped, before the copy has run.
-    host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type != "cpu")
+    pinned = storage.device.type != "cpu"
+    host = host_empty([storage.nbytes()], torch.uint8, pinned=pinned)
     return host.copy_(_bytes_of(storage), non_blocking=True)

@@ -1,9 +1,10 @@
 """The device, the dtype and the collective library of a rank."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from functools import cache
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -13,6 +14,9 @@ from quadriga.config.schema import DtypeName, RunConfig
 from quadriga.errors import ConfigError, PlacementError
 
 RecordT = TypeVar("RecordT", bound=Dataclass)
+
+_ROUNDED = "pinned_max_round_threshold_mb"
+"""The setting of torch's allocator: pinned memory above it is not rounded to a power of 2."""
 
 DeviceType = Literal["cpu", "cuda", "npu"]
 """A device type of torch that Quadriga runs on."""
@@ -133,3 +137,20 @@ def used_memory(device: torch.device) -> int:
         return int(psutil.Process().memory_info().rss)
     free, total = getattr(torch, device.type).mem_get_info(device)
     return int(total - free)
+
+
+def host_empty(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Return host memory for copies from a device, which are fast to pinned memory."""
+    if pinned:
+        _pin_bytes_as_asked()
+    return torch.empty(shape, dtype=dtype, pin_memory=pinned)
+
+
+@cache
+def _pin_bytes_as_asked() -> None:
+    """Let torch pin as many bytes as a tensor has: it rounds 33 GB up to 64 GB by itself."""
+    allocator: Any = torch._C  # these functions have no public name
+    given = allocator._accelerator_getAllocatorSettings()
+    if _ROUNDED not in given:
+        new = f"{_ROUNDED}:1"  # MiB
+        allocator._accelerator_setAllocatorSettings(f"{given},{new}" if given else new)
