@@ -386,12 +386,12 @@ def _places(model: Module) -> Iterator[tuple[str, _Place]]:
             yield from _places_of_experts(module)
             continue
         for attribute, parameter in module.named_parameters(recurse=False):
+            padded = hasattr(module, "org_vocab_size")
+            place = _Place(module, attribute, 0, len(parameter), padded=padded)
+            yield f"{path}.{attribute}", place  # the files can have the joined one, as of GLM-4
             parts = joined.get(leaf, [])
             sizes: list[int] = list(getattr(module, "output_partition_sizes", []))
             if len(parts) < 2 or len(parts) != len(sizes):
-                padded = hasattr(module, "org_vocab_size")
-                place = _Place(module, attribute, 0, len(parameter), padded=padded)
-                yield f"{path}.{attribute}", place
                 continue
             start = 0
             for part, size in zip(parts, sizes, strict=True):
