@@ -84,7 +84,8 @@ async def over_http(model, row):
             names.add(part.id)
             usages.append(part.usage)
             assert (part.usage is None) == bool(part.choices)
-        third = await client.completions.create(model=model.name, prompt="Once")
+        third = await client.completions.create(model=model.name, prompt="Once", logprobs=1)
+        assert third.choices[0].logprobs.tokens == [], "its turn has no tokens"
         parts = [
             part async for part in await client.completions.create(
                 model=model.name, prompt="Twice", stream=True
@@ -127,6 +128,7 @@ async def refused(model, row):
         (400, key, body | {"parallel_tool_calls": False}),
         (400, key, body | {"logprobs": True, "top_logprobs": 2}),
         (400, key, body | {"messages": [USER | {"tool_calls": [LIST_CALL]}]}),
+        (400, key, body | {"stream": True, "stream_options": [1]}),
         (400, key, [1]),
     ]
     async with httpx2.AsyncClient(timeout=60) as client:
@@ -134,6 +136,8 @@ async def refused(model, row):
             found = await client.post(chat, json=given, headers={"Authorization": token})
             assert found.status_code == status, (given, found.text)
             assert found.json()["error"]["message"]
+        for found in (await client.post(f"{chat}s"), await client.get(chat)):
+            assert "is none of POST /v1/chat/completions" in found.json()["error"]["message"]
     await model.chat(body["messages"])
     return len(cases)
 

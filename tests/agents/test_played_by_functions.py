@@ -145,7 +145,7 @@ def test_the_openai_client_asks_the_policy(policy):
 
 def test_requests_that_cannot_be_answered_are_refused(policy):
     own = policy("refused")
-    assert seen(own.answer()) == (["a"], True) and own.answer("x").rewards == [16.0]
+    assert seen(own.answer()) == (["a"], True) and own.answer("x").rewards == [17.0]
 
 
 def test_threads_ask_through_the_endpoint(policy):

@@ -28,9 +28,13 @@ class Environment:
 
 
 @pytest.fixture
-def pool(ray_backend, tmp_path):
+def ref(ray_backend, tmp_path):
     (tmp_path / "environment.py").write_text(ENVIRONMENT)
-    ref = EnvironmentRef(str(tmp_path / "environment.py"), "Environment", {}).loaded()
+    return EnvironmentRef(str(tmp_path / "environment.py"), "Environment", {}).loaded()
+
+
+@pytest.fixture
+def pool(ref):
     with closing(EpisodePool(ref, 2, 2.0, start=processes.start_on_a_node)) as pool:
         yield pool
 
@@ -53,6 +57,12 @@ def test_environments_are_hosted_and_end(pool):
     assert "NodePrograms" in " ".join(psutil.Process(parent).cmdline())
     pool.close()
     assert not psutil.wait_procs([psutil.Process(p) for p in hosts if psutil.pid_exists(p)], 10)[1]
+
+
+def test_a_pool_begins_when_another_one_has_just_ended(ref):
+    for _ in range(3):
+        with closing(EpisodePool(ref, 1, 20.0, start=processes.start_on_a_node)) as pool:
+            assert play(pool, [{}])[0].status == "observed"
 
 
 def test_a_call_that_hangs_or_dies_costs_its_episode(pool):

@@ -147,3 +147,26 @@ def test_a_kept_row_goes_on_as_it_is_and_with_more_tokens(engine):
         engine.generate(*request, continued=Continued(sampled, 2, keep)) for keep in (3, 0)
     )
     assert kept.response_ids.equal(again.response_ids)
+
+
+def test_an_error_in_a_call_leaves_no_wrong_cache(engine, monkeypatch):
+    engine.computed = 0
+    engine._kept.clear()
+    first = continue_rows(engine, torch.tensor([[5, 6, 7]]), [5], 0, keep=3).response_ids
+    row = [5, 6, 7, *first[0].tolist()]
+    request = *pad_rows([row, [*row, 40, 41]], 0, 9, "left"), SAMPLING, torch.tensor([5, 5])
+    forward = engine._cached.forward
+
+    def fails(*arguments):
+        forward(*arguments)
+        raise RuntimeError("lost")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="lost"):
+        patch.setattr(engine._cached, "forward", fails)
+        engine.generate(*request, continued=Continued(torch.tensor([2, 4]), 2, 3))
+    kept, again = (
+        engine.generate(*request, continued=Continued(torch.tensor([2, 4]), 2, keep))
+        for keep in (3, 0)
+    )
+    assert kept.response_ids.equal(again.response_ids)
+    torch.testing.assert_close(kept.rollout_log_probs, again.rollout_log_probs, atol=2e-5, rtol=0)

@@ -60,6 +60,7 @@ class Policy(Protocol):
         ...
 
 
+_ROUTES = "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"
 _REFUSED: dict[str, tuple[object, ...]] = {
     "n": (None, 1),
     "best_of": (None, 1),
@@ -102,6 +103,7 @@ class Endpoint:
         try:
             import uvicorn
             from starlette.applications import Starlette
+            from starlette.exceptions import HTTPException
             from starlette.routing import Route
         except ImportError as error:
             raise ConfigError(
@@ -122,9 +124,8 @@ class Endpoint:
             Route("/v1/chat/completions", self._chat, methods=["POST"]),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
-        app = Starlette(
-            routes=routes, exception_handlers={_RequestError: _error, InputError: _error}
-        )
+        handled = _RequestError, InputError, HTTPException
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _error))
         config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
         self._serving = asyncio.run_coroutine_threadsafe(Server(config).serve([listening]), loop)
 
@@ -183,8 +184,8 @@ class Endpoint:
         finish = _finish_reason(reply)
         choice: Json = {"index": 0, "text": reply.action.text, "finish_reason": finish}
         if body.get("logprobs"):
-            texts, numbers = zip(*reply.action.tokens, strict=True)
-            choice["logprobs"] = {"tokens": list(texts), "token_logprobs": list(numbers)}
+            texts, numbers = ([token[i] for token in reply.action.tokens] for i in (0, 1))
+            choice["logprobs"] = {"tokens": texts, "token_logprobs": numbers}
         if body.get("stream"):
             return _streamed("text_completion", [choice], reply, body)
         return _sent("text_completion", [choice], reply)
@@ -219,6 +220,8 @@ async def _body(request: Request) -> Json:
     if body.get("model") != MODEL_NAME:
         text = f"there is no model {body.get('model')!r:.80}; this endpoint has {MODEL_NAME!r}"
         raise _RequestError(404, "model_not_found", text)
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise _RequestError(400, "invalid_value", "stream_options must be an object")
     for name, allowed in _REFUSED.items():
         if body.get(name) not in allowed:
             text = f"{name}={body[name]!r:.80} is not supported; leave it out"
@@ -269,20 +272,23 @@ def _streamed(kind: str, choices: list[Json], reply: Reply, body: Json) -> Respo
     """Return server-sent events. A turn is whole when its first event is sent."""
     from starlette.responses import Response
 
-    about, options = _about(kind, []), body.get("stream_options")
+    about, options = _about(kind, []), body.get("stream_options") or {}
     chunks = [{**about, "choices": [choice]} for choice in choices]
-    if isinstance(options, dict) and options.get("include_usage"):
+    if options.get("include_usage"):
         chunks = [{**chunk, "usage": None} for chunk in chunks]
         chunks.append({**about, "usage": _usage(reply.action)})
     text = "".join(f"data: {event}\n\n" for event in [*map(json.dumps, chunks), "[DONE]"])
     return Response(text, media_type="text/event-stream")
 
 
-async def _error(_: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     from starlette.responses import JSONResponse
 
-    status, code = 400, "invalid_value"
+    status, code, text = 400, "invalid_value", str(error)
     if isinstance(error, _RequestError):
         status, code = error.status, error.code
-    body = {"message": str(error), "type": "invalid_request_error", "code": code, "param": None}
+    elif not isinstance(error, InputError):  # of starlette: another path, or another method
+        status, code = getattr(error, "status_code", 500), "unknown_url"
+        text = f"{request.method} {request.url.path} is none of {', '.join(_ROUTES)}"
+    body = {"message": text, "type": "invalid_request_error", "code": code, "param": None}
     return JSONResponse({"error": body}, status_code=status)
