@@ -1,5 +1,8 @@
-"""Programs on nodes of a Ray cluster: they host environments as the processes of this node do."""
+"""What lives on nodes of a Ray cluster: keepers, and programs, which host environments as the
+processes of this node do."""
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -11,6 +14,9 @@ import pytest
 from quadriga.agents.environments import Action, EnvironmentRef
 from quadriga.agents.pool import EpisodePool
 from quadriga.backends.ray import processes
+from quadriga.backends.ray.keepers import keepers_of
+from quadriga.errors import LostObjectError
+from quadriga.single_controller.keepers import keep
 
 ENVIRONMENT = """
 import os, signal, time
@@ -70,6 +76,16 @@ def test_a_call_that_hangs_or_dies_costs_its_episode(pool):
     assert [answer.status for answer in answers] == ["observed", "crashed", "timed_out", "observed"]
 
 
+def test_the_programs_of_a_pool_outlive_those_of_an_earlier_one(pool, ref):
+    assert play(pool, [{}])
+    with closing(EpisodePool(ref, 2, 2.0, start=processes.start_on_a_node)) as later:
+        before = play(later, [{}] * 2)
+        pool.close()
+        time.sleep(1.0)  # Ray ends an actor some tenths of a second after its handle
+        after = play(later, [{}] * 2)
+    assert {a.messages[0]["content"] for a in before} == {a.messages[0]["content"] for a in after}
+
+
 def test_a_connection_without_the_token_is_closed():
     with socket.create_server(("127.0.0.1", 0)) as server:
         strangers = [socket.create_connection(server.getsockname()) for _ in range(2)]
@@ -82,3 +98,18 @@ def test_a_connection_without_the_token_is_closed():
             assert own.recv(9)[-5:] == b"hello"
         assert strangers[0].recv(1) == b""
         strangers[0].close()
+
+
+def test_keepers_are_new_ones_and_live_as_long_as_their_handles(ray_backend):
+    (first,), (second,) = keepers_of(["a node"]), keepers_of(["a node"])
+    keep(second, "rank", 1, [b"x"])
+    process = psutil.Process(int(first.begin("rank", 2)[0].split("/")[2]))
+    del first
+    process.wait(20)
+    assert second.steps("rank") == [1]
+    os.kill(int(second.begin("rank", 2)[0].split("/")[2]), signal.SIGKILL)
+    with pytest.raises(LostObjectError, match="does not answer"):
+        second.read("rank", 1, 0, 1)
+    (third,) = keepers_of(["a node"])
+    keep(third, "rank", 3, [b"y"])
+    assert third.read("rank", 3, 0, 1) == b"y"

@@ -1,16 +1,19 @@
 """Shards on disk: written by some ranks, read by others; scalars and random states."""
 
 import json
+import platform
 import random
 from itertools import pairwise
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from quadriga.checkpoint.files import digest_file, write_tensors
 from quadriga.checkpoint.shards import Block, Origin, RankState, load_rank_state, read_scalars
+from quadriga.checkpoint.writer import write_files
 from quadriga.errors import CheckpointError
 
 FULL = torch.arange(35.0).view(7, 5)
@@ -124,3 +127,12 @@ def test_the_written_tensors_are_those_that_safetensors_reads(tmp_path, dtype):
 def test_a_dtype_that_a_checkpoint_cannot_hold_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"'w' has dtype torch\.complex64"):
         write_tensors(tmp_path / "x.safetensors", {"w": torch.zeros(2, dtype=torch.complex64)})
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="no other C library can return it")
+def test_a_checkpoint_returns_free_memory_between_live_blocks(tmp_path):
+    blocks, uss = [bytes([1]) * 100_000 for _ in range(600)], psutil.Process().memory_full_info
+    del blocks[::2]
+    before = uss().uss
+    write_files(RankState.of({}, {}, Origin(0, 0, 1)), tmp_path)
+    assert before - uss().uss > 20e6 and len(blocks) == 300

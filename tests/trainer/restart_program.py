@@ -27,8 +27,8 @@ OTHERS = {"ray::IDLE", "ray::DashboardAgent", "ray::RuntimeEnvAgent"}
 """Processes of Ray itself. With an agent, the raylet of the node ends."""
 PHASES = ("start", "restart", "load", "reward", "upload", *dict.fromkeys(SPANS.values()))
 PARTS = {"rank": "ray::", "reward": "rewards.pool_worker", "raylet": "/raylet/raylet ",
-         "gcs": "/gcs/gcs_server "}  # fmt: skip
-"""Victim → what its command line has."""
+         "gcs": "/gcs/gcs_server ", "keeper": "ray::KeptValues", "ranks": "ray::"}  # fmt: skip
+"""Victim → what its command line has. `ranks`: all ranks and keepers at once."""
 
 
 def below(process: psutil.Process, victim: str) -> list[psutil.Process]:
@@ -37,7 +37,8 @@ def below(process: psutil.Process, victim: str) -> list[psutil.Process]:
     for each in process.children(recursive=True):
         with contextlib.suppress(psutil.Error):
             line = " ".join(each.cmdline())
-            if PARTS[victim] in line and not OTHERS & {*line.split()}:
+            others = OTHERS | {PARTS["keeper"]} if victim == "rank" else OTHERS
+            if PARTS[victim] in line and not any(other in line for other in others):
                 found.append(each)
     return found
 
@@ -95,7 +96,7 @@ class Plan:
             raylets = [psutil.Process(pid)] if psutil.pid_exists(pid) else []
             return [p for raylet in raylets for p in (raylet, *raylet.children(recursive=True))]
         found = [this] if victim == "controller" else below(this, victim)
-        return found and [self.random.choice(found)]
+        return found if victim == "ranks" else found and [self.random.choice(found)]
 
     def write(self, **row):
         with (self.folder / "kills.jsonl").open("a") as file:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import psutil
 import pytest
-from restart_program import PHASES, below
+from restart_program import PARTS, PHASES, below
 from run_cases import check_equal, two_steps
 from run_process import started_run
 
@@ -49,11 +49,14 @@ SETTINGS = {
     "reward": ("reward.num_processes=2",),
     "rank": RAY,
     "rank beside s3": RAY,
+    "rank keeper ranks beside snapshots": (
+        *RAY, "trainer.snapshot_freq=1", "trainer.save_freq=3",
+    ),
     "raylet": RAY,
     "gcs": (*RAY, "--supervise"),  # for its end while Ray starts
     "node": (*NODES, "trainer.restart_wait_s=60"),
 }  # fmt: skip
-"""Victim (first word) → the settings of the run."""
+"""Victims (words) → the settings of the run."""
 VICTIMS = os.environ.get("RESTART_VICTIMS", ",".join(SETTINGS)).split(",")
 WHOLE: dict[tuple[str, ...], Path] = {}
 """Settings → the run without kills."""
@@ -64,10 +67,12 @@ FIRST = [("start", 0), ("save", 1), ("load", 0), ("restart", 0)]
 def plans(victim, clock):
     """Yield the kills of each run."""
     first = [] if victim == "reward" else FIRST  # a run that loses one does not restart
+    victims = [word for word in victim.split() if word in SETTINGS or word in PARTS]
     others, left = cycle([p for p in PHASES if p not in ("start", "load", "restart")]), KILLS
     while left > 0:
         more = [(p, clock.randint(0, 1)) for p in islice(others, 10 - len(first))]
-        yield (chosen := [(*one, victim.split()[0]) for one in [*first, *more]])
+        each = [*[victims[0]] * len(first), *islice(cycle(victims), len(more))]
+        yield (chosen := [(*one, each.pop(0)) for one in [*first, *more]])
         left -= len(chosen)
 
 

@@ -18,9 +18,10 @@ from torch.autograd.function import once_differentiable
 MIN_PRODUCTS = 2**20
 """Multiplications (M · K · N) of the smallest product that is given to oneDNN. Its calls cost some
 microseconds more than calls of MKL."""
-CACHED = "16"
-"""Products that oneDNN keeps compiled, each for one shape; a layer needs three. With its own 1024,
-0.6 MB each, a process grows for hundreds of steps whose micro-batches have new numbers of rows."""
+CACHED = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "1"}
+"""Products that oneDNN and torch keep compiled, each for one shape; a layer needs three. Those of
+torch save no time beside those of oneDNN. With their own 1024, 0.6 MB each, a process grows for
+hundreds of steps whose micro-batches have new numbers of rows."""
 
 
 def has_onednn() -> bool:
@@ -51,15 +52,15 @@ class CpuLinear(nn.Linear):
 def use_cpu_linear(model: nn.Module) -> None:
     """Make every `nn.Linear` of `model` a `CpuLinear`, if torch has oneDNN.
 
-    It also limits how many compiled products oneDNN keeps (`CACHED`).
+    It also limits how many compiled products are kept (`CACHED`).
 
     Only the class changes: parameters, hooks and names stay as they are. Subclasses of `nn.Linear`
     compute something of their own and are left out.
     """
     if not has_onednn():
         return
-    for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(cache, CACHED)  # read by oneDNN at its first product
+    for cache, products in CACHED.items():
+        os.environ.setdefault(cache, products)  # read at the first product
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = CpuLinear

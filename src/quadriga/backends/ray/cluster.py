@@ -340,11 +340,13 @@ def this_node() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-def actor_on_node(cls: type, node: str, name: str, **options: object) -> RankActor:
-    """Start an actor without resources on a node, or return the one that has this name."""
+def actor_on_node(cls: type, node: str, **options: object) -> RankActor:
+    """Start an actor without resources on a node, or with `get_if_exists` return the one that has
+    the `name`. An actor ends with the handle that has started it: those by its name do not
+    count."""
     options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     factory = cast("ActorFactory", ray.remote(cls))
-    return factory.options(name=name, get_if_exists=True, num_cpus=0, **options).remote()
+    return factory.options(num_cpus=0, **options).remote()
 
 
 def kill_actor(actor: RankActor) -> None:

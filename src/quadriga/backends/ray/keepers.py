@@ -61,9 +61,9 @@ def keepers_of(nodes: list[str]) -> list[RayKeeper]:
     """Return a keeper for each rank, by the nodes of the ranks: on the next node in the order of
     addresses, or on the same one if there is no other.
 
-    Keepers of one node are one actor, which ends when the last handle of the controller is gone.
+    Keepers of one node are one new actor, which ends when the last of these handles is gone.
     """
     alive = [n.node_id for n in sorted(cluster_nodes(), key=lambda n: n.address) if n.alive]
     places = [alive[(alive.index(n) + 1) % len(alive)] if n in alive else alive[0] for n in nodes]
-    actors = {p: actor_on_node(KeptValues, p, f"quadriga_keeper_{p}") for p in {*places}}
+    actors = {place: actor_on_node(KeptValues, place) for place in {*places}}
     return [RayKeeper(actors[place]) for place in places]

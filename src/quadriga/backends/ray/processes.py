@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, cast
+from weakref import WeakValueDictionary
 
 import ray
 from ray.exceptions import RayError
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
     from quadriga.backends.ray.cluster import Ref
 
 _START_S = 60.0  # for the actor of a node, and for the connection of a program
-_LOOK_S, _AGAIN_S = 0.5, 1.0
+_LOOK_S = 0.5
 _TOKEN_BYTES = 32
 _numbers = itertools.count()
+_actors: WeakValueDictionary[str, RankActor] = WeakValueDictionary()
+"""Node → the actor that has programs there. It ends with the last `NodeProgram`."""
 
 
 class NodePrograms:
@@ -96,16 +99,17 @@ def start_on_a_node(program: str, arguments: list[str]) -> tuple[Connection, Nod
     """
     try:
         return _started(program, arguments)
-    except WorkerDiedError:  # the actor was ending, because its last program had ended
-        time.sleep(_AGAIN_S)
+    except WorkerDiedError:  # the process of the actor had ended
         return _started(program, arguments)
 
 
 def _started(program: str, arguments: list[str]) -> tuple[Connection, NodeProgram]:
     nodes, number = [node for node in cluster_nodes() if node.alive], next(_numbers)
     node, token = nodes[number % len(nodes)], secrets.token_bytes(_TOKEN_BYTES)
-    name = f"quadriga_programs_{node.node_id}"
-    actor = actor_on_node(NodePrograms, node.node_id, name, max_concurrency=1000)
+    actor = _actors.get(node.node_id)
+    if actor is None:
+        actor = actor_on_node(NodePrograms, node.node_id, max_concurrency=1000)
+        _actors[node.node_id] = actor
     try:
         with socket.create_server((node_address(), 0)) as server:
             address = server.getsockname()[:2]
@@ -113,6 +117,7 @@ def _started(program: str, arguments: list[str]) -> tuple[Connection, NodeProgra
             connection = _accepted(server, token, started)
             ray.get(started, timeout=_START_S)
     except (RayError, TimeoutError) as error:
+        _actors.pop(node.node_id, None)
         text = f"{program} cannot be started on node {node.address}: {first_line(error)}"
         raise WorkerDiedError(text) from error
     return connection, NodeProgram(actor, number)

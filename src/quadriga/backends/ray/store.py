@@ -599,12 +599,15 @@ class Servers:
 
     def start(self, nodes: Iterable[str]) -> None:
         """Start the row servers of nodes that have none. They end with this driver."""
-        options = {"max_restarts": -1, "max_concurrency": THREADS, "namespace": _NAMESPACE}
+        options = {
+            "max_restarts": -1, "max_concurrency": THREADS, "namespace": _NAMESPACE,
+            "get_if_exists": True,
+        }  # fmt: skip
         for node in nodes:
             name = _name(node)
             if name in self._known:
                 continue
-            self._known[name] = server = actor_on_node(RowServer, node, name, **options)
+            self._known[name] = server = actor_on_node(RowServer, node, name=name, **options)
             self._started.append(server)
             self._missing.pop(name, None)
 
