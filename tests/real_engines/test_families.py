@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from agreement import ENGINES, GREEDY, MODELS, SIZES, requests, write_model
+from agreement import ENGINES, GREEDY, MODELS, SIZES, needs, requests, write_model
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -14,8 +14,9 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
+from quadriga.errors import ModelError
 from quadriga.rollout import build_rollout
 from quadriga.weight_sync.sync import WeightSync
 from training_step import train_once
@@ -71,3 +72,11 @@ def test_an_engine_computes_what_the_trainer_beside_it_has_learnt(
     finally:
         ours.close()
         hf.close()
+
+
+@needs("vllm")
+def test_adapters_of_a_mixture_on_a_cpu_are_refused_before_vllm_loads(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "mixtral", FAMILIES["mixtral"])
+    model = ModelConfig(path=write_model("mixtral", tmp_path), lora=LoraConfig(rank=2))
+    with pytest.raises(ModelError, match=r"Triton.* load_adapters=false, which merges them"):
+        build_rollout("vllm", model, dtype="float32", **OPTIONS["vllm"])

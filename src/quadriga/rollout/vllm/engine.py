@@ -140,6 +140,13 @@ class VLLMRollout(RolloutEngine):
         self._isolation, self._weights_awake = Isolation(changed), True
         self._model = model
         planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
+        mixture = any(".experts." in name for name, _ in reference.named_parameters())
+        if planned is not None and mixture and self.device.type == "cpu":
+            raise ModelError(
+                "vLLM computes adapters of a mixture of experts by Triton, which a CPU lacks; set "
+                "actor_rollout_ref.rollout.load_adapters=false, which merges them into the weights",
+                path=model.path,
+            )
         self.holds_adapters = planned is not None
         self._owns_group = not dist.is_initialized()
         init_distributed(self.device.type)
