@@ -57,7 +57,10 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe": {**_EXPERTS, "num_experts": 4},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 4, "head_dim": 32},
     "olmoe": {"num_key_value_heads": 2, "num_experts_per_tok": 2, "num_experts": 4},
-    "gpt_oss": {**_WINDOW, **_TWO_KINDS, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        **_WINDOW, **_TWO_KINDS, "num_local_experts": 4, "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
     "glm4_moe": {
         **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
         "first_k_dense_replace": 1,

@@ -78,5 +78,5 @@ def test_an_engine_computes_what_the_trainer_beside_it_has_learnt(
 def test_adapters_of_a_mixture_on_a_cpu_are_refused_before_vllm_loads(tmp_path, monkeypatch):
     monkeypatch.setitem(MODELS, "mixtral", FAMILIES["mixtral"])
     model = ModelConfig(path=write_model("mixtral", tmp_path), lora=LoraConfig(rank=2))
-    with pytest.raises(ModelError, match=r"Triton.* load_adapters=false, which merges them"):
+    with pytest.raises(ModelError, match=r"Triton.*load_adapters=false, which merges them"):
         build_rollout("vllm", model, dtype="float32", **OPTIONS["vllm"])
