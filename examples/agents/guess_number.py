@@ -1,15 +1,18 @@
 """A text game of several turns: guess a number from 1 to 9, in at most six turns.
 
-    python examples/agents/guess_number.py [steps] [estimator]
+    python examples/agents/guess_number.py [steps] [estimator] [seed]
 
-A tiny model first learns the form of the game from random games, and then to play it. A guess is
-right (reward 1), or too small or too large (reward -0.1). `gigpo` compares the guesses that follow
-the same answer; `grpo` compares whole games. Prints the share of games that end with the right
-guess, and the guesses that they need.
+The answer to a wrong guess tells which numbers are left, such as "3 to 7". A turn is rewarded with
+the bits that it has gained, log2(numbers left before / after), a guess that earlier answers exclude
+with -1, the right guess with 1 more. A tiny model first learns the form of the game from games in
+which half of the guesses are random, and then to play it. `gigpo` with gamma=0 compares the reward
+of a guess with that of other guesses that follow the same answer; `grpo` compares whole games.
+Prints the mean reward of the games of each step.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
 import tempfile
@@ -25,29 +28,35 @@ class Environment:
     """One game."""
 
     def reset(self, row: dict[str, object]) -> None:
-        self.number = row["number"]
+        self.number, self.low, self.high = int(str(row["number"])), 1, 9
 
     def step(self, action: Action) -> Observation | Done:
-        guess = action.text.strip()
+        left, guess = 1 + self.high - self.low, action.text.strip()
         if guess == str(self.number):
-            return Done(reward=1.0, metrics={"won": 1})
-        if not guess.isdigit():
-            return Observation("a number please", reward=-0.2)
-        return Observation("larger" if int(guess) < self.number else "smaller", reward=-0.1)
+            return Done(reward=1 + math.log2(left), metrics={"won": 1})
+        reward = -1.0
+        if guess.isdigit() and self.low <= int(guess) <= self.high:
+            if int(guess) < self.number:
+                self.low = int(guess) + 1
+            else:
+                self.high = int(guess) - 1
+            reward = math.log2(left / (1 + self.high - self.low))
+        return Observation(f"{self.low} to {self.high}", reward, {"excluded": float(reward < 0)})
 
 
-def random_game(rng: random.Random) -> dict[str, list[dict[str, str]]]:
-    """Return a game with random guesses, as a conversation."""
+def first_game(rng: random.Random) -> dict[str, list[dict[str, str]]]:
+    """Return a game, as a conversation. Half of its guesses are random, the others are possible."""
     number, messages = rng.randint(1, 9), [{"role": "user", "content": PROMPT}]
-    for _ in range(TURNS):
-        guess = rng.randint(1, 9)
-        messages.append({"role": "assistant", "content": str(guess)})
-        if guess == number:
+    game = Environment()
+    game.reset({"number": number})
+    for turn in range(1, TURNS + 1):
+        bounds = (1, 9) if rng.random() < 0.5 else (game.low, game.high)
+        guess = str(rng.randint(*bounds))
+        messages.append({"role": "assistant", "content": guess})
+        answer = game.step(Action(guess, turn))
+        if isinstance(answer, Done) or turn == TURNS:
             break
-        answer = "larger" if guess < number else "smaller"
-        messages.append({"role": "user", "content": answer})
-    while messages[-1]["role"] == "user":
-        messages.pop()
+        messages.append({"role": "user", "content": str(answer.messages)})
     return {"messages": messages}
 
 
@@ -57,34 +66,40 @@ def first_policy(folder: Path) -> Path:
     from quadriga.models.tiny import TinyModel, write_tiny_model
 
     rng = random.Random(0)
-    games = [random_game(rng) for _ in range(1024)]
+    games = [first_game(rng) for _ in range(2048)]
     shape = TinyModel(hidden_size=96, num_heads=4, num_kv_heads=2, intermediate_size=256)
-    texts = [PROMPT, "larger", "smaller", "a number please", "1 2 3 4 5 6 7 8 9"]
+    texts = [PROMPT, "1 to 9", "1 2 3 4 5 6 7 8 9"]
     write_tiny_model(folder / "model", texts, shape)
     sft = quadriga.SFT(
-        str(folder / "model"), games, lr=3e-3, steps=60, batch_size=64, folder=str(folder / "sft"),
+        str(folder / "model"), games, lr=3e-3, steps=120, batch_size=64, folder=str(folder / "sft"),
         messages_key="messages", loggers=["jsonl"], test_freq=0,
     ).train()  # fmt: skip
     return Path(str(sft.model_path))
 
 
-def main(steps: int = 60, estimator: str = "gigpo") -> list[dict[str, float]]:
-    """Train, and return the metrics of the validations."""
+def main(
+    steps: int = 12, estimator: str = "gigpo", seed: int = 0, **agent: object
+) -> list[dict[str, float]]:
+    """Train, and return the metrics of the steps. `agent`: settings of another environment."""
     import quadriga
 
     folder = Path(tempfile.mkdtemp(prefix="guess-"))
     numbers = [{"prompt": PROMPT, "number": 1 + i % 9} for i in range(144)]
     run = quadriga.GRPO(
-        str(first_policy(folder)), data=numbers, val_data=numbers[:90], steps=steps, lr=2e-3,
-        batch_size=18, responses=8, mini_batch_size=6, adv_estimator=estimator,
-        agent={"path": __file__, "max_turns": TURNS, "max_turn_tokens": 4},
-        max_response_length=48, slice_tokens=4, folder=str(folder / "run"), test_freq=10,
-        loggers=["jsonl"], **{"actor_rollout_ref.rollout.val_sampling.temperature": 1.0},
+        str(first_policy(folder)), data=numbers, steps=steps, lr=2e-3, seed=seed,
+        batch_size=6, responses=8, mini_batch_size=6, adv_estimator=estimator, gamma=0.0,
+        agent={"path": __file__, "max_turns": TURNS, "max_turn_tokens": 2, "processes": 1, **agent},
+        max_response_length=48, slice_tokens=2, folder=str(folder / "run"), test_freq=0,
+        loggers=["jsonl"],
     ).train()  # fmt: skip
-    return [row for row in run.history if "val/score" in row]
+    rows = [row for row in run.history if "agent/won" in row]
+    for row in rows:
+        row["reward"] = sum(row.get(f"agent/reward/turn_{k}", 0.0) for k in range(1, TURNS + 1))
+    return rows
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
-    for row in main(*map(int, arguments[:1]), *arguments[1:]):
-        print({key: row[key] for key in ("step", "val/score") if key in row})
+    numbers = [int(text) for text in arguments[:1] + arguments[2:]]
+    for row in main(*numbers[:1], *arguments[1:2], *numbers[1:]):
+        print({key: row[key] for key in ("step", "reward", "agent/won")})

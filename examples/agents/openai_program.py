@@ -23,18 +23,17 @@ AGENT = """
 import sys
 import openai
 
-client, number = openai.OpenAI(timeout=600), int(sys.argv[1])
+client, number, left = openai.OpenAI(timeout=600), sys.argv[1], "123456789"
 messages = [{"role": "user", "content": "Guess a number from 1 to 9."}]
 for turn in range(1, 7):
     reply = client.chat.completions.create(model="policy", messages=messages)
     guess = (reply.choices[0].message.content or "").strip()
-    if guess == str(number):
+    if guess == number:
         print(1.0 - 0.1 * turn)
         break
-    answer = "a number please"
-    if guess.isdigit():
-        answer = "larger" if int(guess) < number else "smaller"
-    messages += [reply.choices[0].message, {"role": "user", "content": answer}]
+    left = [n for n in left if (n < guess) == (number < guess) and n != guess]
+    answer = {"role": "user", "content": f"{left[0]} to {left[-1]}"}
+    messages += [reply.choices[0].message, answer]
 else:
     print(0.0)
 """

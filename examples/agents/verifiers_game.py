@@ -1,11 +1,5 @@
-"""A game as an environment of `verifiers` 0.4, and a program that plays its episodes.
-
-It runs in a Python that has `verifiers`, and knows nothing of Quadriga. A line of its input asks
-for an episode, {"id": …, "base_url": …, "api_key": …, "model": …, "row": …}; a line of its output
-answers, {"id": …, "reward": …, "error": …}. A row has the fields of `Data`.
-
-    python verifiers_game.py verifiers_game          # the name of an installed environment
-"""
+"""The game of `guess_number.py` as an environment of `verifiers` 0.4, and a server that plays it:
+a line of JSON asks for an episode, a line answers. It knows nothing of Quadriga."""
 
 import asyncio
 import json
@@ -17,87 +11,58 @@ import verifiers.v1 as vf
 from verifiers.v1.dialects.chat import message_to_wire
 
 __all__ = ["Chat", "Game", "Numbers"]
-TURNS = 6
 
 
-class Data(vf.TaskData):
-    number: int
-
-
-class Task(vf.Task[Data, vf.State, vf.TaskConfig]):
+class Task(vf.Task[vf.TaskData, vf.State, vf.TaskConfig]):
     @vf.reward
     async def won(self, trace: vf.Trace) -> float:
-        right = trace.last_reply.strip() == str(self.data.number)
-        return 1.0 - 0.1 * trace.num_turns if right else 0.0
+        return float(trace.last_reply == self.data.id)
 
 
 class Numbers(vf.Taskset[Task, vf.TasksetConfig]):
-    def load(self):
-        for number in range(1, 10):
-            prompt = "Guess a number from 1 to 9."
-            yield Task(Data(prompt=prompt, number=number), self.config.task)
+    def load(self):  # an evaluation by `verifiers` plays these games
+        yield Task(vf.TaskData(id="5", prompt="Guess a number from 1 to 9."), self.config.task)
 
 
-class GameConfig(vf.EnvConfig):
-    player: vf.AgentConfig = vf.AgentConfig(runtime=vf.SubprocessConfig())
-
-
-class Game(vf.Env[GameConfig]):
+class Game(vf.SingleAgentEnv):
     async def run(self, task, agents):
-        async with agents.player.interaction(task) as game:
-            reply = await game.turn()
-            for _ in range(TURNS - 1):
-                guess = reply.last_reply
-                if reply.terminated or guess == str(task.data.number):
-                    break
-                answer = "a number please"
-                if guess.isdigit():
-                    answer = "larger" if int(guess) < task.data.number else "smaller"
-                reply = await game.turn(answer)
+        async with agents.agent.interaction(task) as game:
+            reply, number, left = await game.turn(), task.data.id, "123456789"
+            while not reply.terminated and (guess := reply.last_reply) != number:
+                left = [n for n in left if (n < guess) == (number < guess) and n != guess]
+                reply = await game.turn(f"{left[0]} to {left[-1]}")
 
 
-class Chat(vf.Harness[vf.HarnessConfig]):
-    """The player: one request for each turn. `verifiers` has others, which run programs."""
-
+class Chat(vf.Harness[vf.HarnessConfig]):  # the player, which asks for each turn
     SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        _, prompt = self.resolve_prompt(data)
-        messages = [{"role": "user", "content": prompt}]
-        if not isinstance(prompt, str):
-            messages = [message_to_wire(message) for message in prompt]
+        messages = [message_to_wire(message) for message in data.prompt]
         async with openai.AsyncOpenAI(base_url=endpoint, api_key=secret, timeout=600) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
-async def play(name: str, asked: dict) -> dict:
-    """Play an episode of an environment. Its client reads the key in an environment variable."""
-    variable = f"KEY_{asked['id']}"
-    os.environ[variable] = asked["api_key"]
-    client = vf.EvalClientConfig(base_url=asked["base_url"], api_key_var=variable)
-    env = vf.load_environment(vf.resolve_env_config({"taskset": {"id": name}}))
-    kind = type(env.taskset).task_type()
-    task = kind(kind.data_type()(**asked["row"]), env.taskset.config.task)
+async def answer(reader, writer):
+    asked = json.loads(await reader.readline())
+    chosen = {"taskset": {"id": "verifiers_game"}, "agent": {"runtime": {"type": "subprocess"}}}
+    env = vf.load_environment(vf.resolve_env_config(chosen))
+    os.environ[asked["key"]] = asked["key"]  # the client reads its key there
+    client = vf.EvalClientConfig(base_url=asked["url"], api_key_var=asked["key"])
     async with env.serving():
-        episode = await env.run_episode(task, vf.ModelContext(asked["model"], client))
-    del os.environ[variable]
+        task = Task(vf.TaskData(**asked["data"]), env.taskset.config.task)
+        episode = await env.run_episode(task, vf.ModelContext("policy", client))
     errors = [error.message for one in (episode, *episode.traces) for error in one.errors]
-    reward = sum(trace.reward for trace in episode.traces)
-    return {"id": asked["id"], "reward": reward, "error": errors[0][:1000] if errors else ""}
+    found = {"reward": sum(trace.reward for trace in episode.traces), "errors": errors}
+    writer.write(json.dumps(found).encode() + b"\n")
 
 
-async def main(name: str) -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what an environment prints is no answer
-
-    async def answer(line: str) -> None:
-        print(json.dumps(await play(name, json.loads(line))), file=answers, flush=True)
-
-    async with asyncio.TaskGroup() as episodes:
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            episodes.create_task(answer(line))
+async def main():
+    async with await asyncio.start_unix_server(answer, sys.argv[1]):
+        print("ready", flush=True)
+        await asyncio.to_thread(sys.stdin.read)  # until the process that has started it ends
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main())

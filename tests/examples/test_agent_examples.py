@@ -52,8 +52,15 @@ def test_a_tool_is_learned():
 
 @pytest.mark.nightly
 def test_a_text_game_is_learned():
-    scores = [row["val/score"] for row in example("guess_number").main(40)]
-    assert max(scores[1:]) > scores[0] + 0.05
+    rewards = [row["reward"] for row in example("guess_number").main()]
+    assert sum(rewards[-4:]) > sum(rewards[:4]) + 1.0
+
+
+def test_credit_by_turn_beats_credit_by_game(monkeypatch):
+    monkeypatch.syspath_prepend(FOLDER)
+    trained = import_file(FOLDER.parents[1] / "benchmarks" / "turn_credit.py", "credit").train
+    turns, games = ([sum(trained(name, s)[15:20]) for s in (0, 1)] for name in ("gigpo", "grpo"))
+    assert min(turns) > max(games)
 
 
 @pytest.mark.nightly
