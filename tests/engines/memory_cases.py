@@ -19,7 +19,6 @@ from quadriga.config.schema import (
     LoraConfig,
     ModelConfig,
     OptimConfig,
-    OptimizerName,
 )
 from quadriga.engines import sharding
 from quadriga.engines.base import EntropyUse
@@ -40,7 +39,6 @@ class Case:
         micro_batch: rows of a micro-batch; None: all.
         early: whether gradients are reduced after each micro-batch.
         unit: least parameters of a layer that is an FSDP unit.
-        optimizer: `optim.name`.
         fsdp_size: ranks that share one copy of the parameters.
         rank: size of the adapters; None: all weights are trained that `freeze` does not match.
         tensor, sequence, context: degrees of model parallelism.
@@ -53,7 +51,6 @@ class Case:
     micro_batch: int | None = None
     early: bool | None = None
     unit: int = ONE_UNIT
-    optimizer: OptimizerName = "adamw"
     fsdp_size: int = -1
     rank: int | None = None
     freeze: tuple[str, ...] = ()
@@ -74,8 +71,6 @@ CASES = [
     *(Case(family) for family in CONFIGS),
     *(Case(family, True) for family in (LLAMA, "qwen3 experts")),
     Case(LLAMA, "selective"),
-    Case("qwen3 experts", optimizer="muon"),
-    Case(LLAMA, optimizer="muon", unit=LAYER_UNITS),
     *(
         Case(LLAMA, early, micro_batch=4, early=early, unit=unit)
         for early, unit in product((False, True), (ONE_UNIT, LAYER_UNITS))
@@ -136,7 +131,7 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
 @cache
 def planned(case: Case, folder: Path, ranks: int) -> EngineMemory:
     rows = replace(ROWS, micro_batch=case.micro_batch, entropy=case.entropy)
-    use = TrainingUse("lm", ranks, "cpu", rows, rows, OptimConfig(name=case.optimizer))
+    use = TrainingUse("lm", ranks, "cpu", rows, rows, OptimConfig())
     with patch.object(sharding, "MIN_UNIT_PARAMETERS", case.unit):
         return fsdp_memory(*settings(case, folder), use)
 
@@ -145,7 +140,7 @@ def measured(case: Case, folder: Path) -> Measured:
     """Make steps with a real engine."""
     model, engine_settings = settings(case, folder)
     engine = FSDPEngine(
-        model, engine_settings, OptimConfig(name=case.optimizer), total_steps=4,
+        model, engine_settings, OptimConfig(), total_steps=4,
         min_unit_parameters=case.unit,
     )  # fmt: skip
     batch = ROWS.batch()

@@ -1,4 +1,4 @@
-"""Steps of each optimizer on one rank, and on two and three that hold uneven shards."""
+"""Steps of the optimizer on one rank, and on two and three that hold uneven shards."""
 
 import engine_cases as cases
 import torch
@@ -6,24 +6,23 @@ import torch
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines.fsdp import FSDPEngine
 
-NAMES = ("adamw", "muon")
 DTYPES = ("float64", "float32")
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 STEPS = 3
 CUTS = {1: (0, 7), 2: (0, 4, 7), 3: (0, 4, 5, 7)}  # first row of each rank
 
 
-def optim(name: str, **settings) -> OptimConfig:
+def optim(**settings) -> OptimConfig:
     """Return settings with warm-up and a small bound of the gradient's norm, which is reached."""
     # The gradient of a bias of keys is 0 but for rounding. With the default `eps`, AdamW would make
     # a step of the size of the learning rate from that.
-    return OptimConfig(name=name, lr=0.01, eps=1e-5, lr_warmup_steps=1, grad_clip=0.5, **settings)
+    return OptimConfig(lr=0.01, eps=1e-5, lr_warmup_steps=1, grad_clip=0.5, **settings)
 
 
-def build(folder: str, name: str, dtype: str = "float32", **settings) -> FSDPEngine:
+def build(folder: str, dtype: str = "float32", **settings) -> FSDPEngine:
     engine = EngineConfig(dtype=dtype, reduce_dtype="float32" if dtype == "float32" else "float64",
                           **settings)  # fmt: skip
-    return FSDPEngine(ModelConfig(path=folder), engine, optim(name), min_unit_parameters=1)
+    return FSDPEngine(ModelConfig(path=folder), engine, optim(), min_unit_parameters=1)
 
 
 def steps(engine: FSDPEngine, rows: dict[str, torch.Tensor], count: int = STEPS) -> list[float]:
@@ -41,17 +40,16 @@ def rank_main(rank: int, ranks: int, folder: str, results: str) -> None:
     first, last = CUTS[ranks][rank : rank + 2]
     rows = cases.rows_of(cases.make_batch(), first, last)
     found = {}
-    for name in NAMES:
-        for dtype in DTYPES:
-            engine = build(folder, name, dtype)
-            norms = steps(engine, rows)
-            weights = {key: tensor.clone() for key, tensor in engine.state_stream()}
-            found[name, dtype] = norms, weights
-        if ranks == 2:  # two replicas, each with all rows of every matrix
-            engine = build(folder, name, "float64", fsdp_size=1)
-            found[name, "hybrid"] = steps(engine, rows), dict(engine.state_stream())
-        engine = build(folder, name, "float64")
-        steps(engine, rows, 2)
-        engine.save(f"{results}/{ranks} {name}")
+    for dtype in DTYPES:
+        engine = build(folder, dtype)
+        norms = steps(engine, rows)
+        weights = {key: tensor.clone() for key, tensor in engine.state_stream()}
+        found[dtype] = norms, weights
+    if ranks == 2:  # two replicas, each with all rows of every matrix
+        engine = build(folder, "float64", fsdp_size=1)
+        found["hybrid"] = steps(engine, rows), dict(engine.state_stream())
+    engine = build(folder, "float64")
+    steps(engine, rows, 2)
+    engine.save(f"{results}/{ranks}")
     if rank == 0:
         torch.save(found, f"{results}/{ranks}.pt")

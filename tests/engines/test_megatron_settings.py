@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GemmaConfig
 
-from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig
 from quadriga.engines import build_engine
 from quadriga.engines.megatron import families
 from quadriga.engines.megatron.families import (
@@ -75,30 +75,28 @@ def test_a_model_that_does_not_divide_is_refused(degrees, message):
 
 
 @pytest.mark.parametrize(
-    "model, engine, optim, message",
+    "model, engine, message",
     [
-        (MODEL, {"dtype": "float16"}, {}, "engine.dtype=float16 is not built"),
-        (MODEL, {"sequence_parallel": True}, {}, "engine.tensor_parallel_size is 1"),
-        (MODEL, {"virtual_pipeline_parallel_size": 2}, {}, "engine.pipeline_parallel_size is 1"),
-        (MODEL, {"expert_tensor_parallel_size": 3}, {}, "set it to 1, 1 or null"),
+        (MODEL, {"dtype": "float16"}, "engine.dtype=float16 is not built"),
+        (MODEL, {"sequence_parallel": True}, "engine.tensor_parallel_size is 1"),
+        (MODEL, {"virtual_pipeline_parallel_size": 2}, "engine.pipeline_parallel_size is 1"),
+        (MODEL, {"expert_tensor_parallel_size": 3}, "set it to 1, 1 or null"),
         (
             MODEL,
             {"tensor_parallel_size": 2, "expert_tensor_parallel_size": 1},
-            {},
             "engine.expert_parallel_size is 1; set it above 1",
         ),
-        (MODEL, {}, {"name": "muon"}, "optim.name=muon is not built"),
-        (replace(MODEL, lora=LoraConfig(rank=2)), {}, {}, "model.lora is not built"),
-        (replace(MODEL, freeze=("x",)), {}, {}, "model.freeze is not built"),
-        (replace(MODEL, use_shm=True), {}, {}, "model.use_shm is not built"),
-        (replace(MODEL, trust_remote_code=True), {}, {}, "trust_remote_code is not built"),
-        (replace(MODEL, gradient_checkpointing="selective"), {}, {}, "=selective is not built"),
-        (replace(MODEL, attn_implementation="eager"), {}, {}, "=eager is not built"),
+        (replace(MODEL, lora=LoraConfig(rank=2)), {}, "model.lora is not built"),
+        (replace(MODEL, freeze=("x",)), {}, "model.freeze is not built"),
+        (replace(MODEL, use_shm=True), {}, "model.use_shm is not built"),
+        (replace(MODEL, trust_remote_code=True), {}, "trust_remote_code is not built"),
+        (replace(MODEL, gradient_checkpointing="selective"), {}, "=selective is not built"),
+        (replace(MODEL, attn_implementation="eager"), {}, "=eager is not built"),
     ],
 )
-def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, optim, message):
+def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, message):
     with pytest.raises(ConfigError, match=message):
-        check_engine(model, replace(MEGATRON, **engine), OptimConfig(**optim), None)
+        check_engine(model, replace(MEGATRON, **engine), None)
 
 
 def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
@@ -179,7 +177,7 @@ def test_a_cpu_is_refused_outside_of_tests(monkeypatch):
     with pytest.raises(
         ConfigError, match="needs CUDA devices, and the device of the ranks is 'cpu'"
     ):
-        check_engine(MODEL, MEGATRON, None, "cpu")
+        check_engine(MODEL, MEGATRON, "cpu")
 
 
 def test_an_architecture_without_a_map_is_named_until_a_file_adds_it(monkeypatch):

@@ -82,12 +82,11 @@ def test_views_of_one_storage_are_copied_once_and_stay_views():
     assert view.tolist() == [9, 3]
 
 
-@pytest.mark.parametrize("name", optimizers.NAMES)
 @pytest.mark.parametrize("reduces", [True, False])
-def test_steps_on_the_host_equal_steps_on_the_device(name, reduces, gpt2_folder, tmp_path):
+def test_steps_on_the_host_equal_steps_on_the_device(reduces, gpt2_folder, tmp_path):
     rows = cases.make_batch()
     plain, hosted = (
-        optimizers.build(gpt2_folder, name, use_dynamic_bsz=True, max_tokens_per_micro_batch=24,
+        optimizers.build(gpt2_folder, use_dynamic_bsz=True, max_tokens_per_micro_batch=24,
                          reduce_each_micro_batch=reduces, offload_policy=on_host)
         for on_host in (False, True)
     )  # fmt: skip
@@ -104,7 +103,7 @@ def test_steps_on_the_host_equal_steps_on_the_device(name, reduces, gpt2_folder,
 
 
 def test_what_is_on_the_host_is_not_offloaded_again(gpt2_folder):
-    engine = optimizers.build(gpt2_folder, "adamw", offload_policy=True)
+    engine = optimizers.build(gpt2_folder, offload_policy=True)
     optimizers.steps(engine, cases.make_batch(), 1)
     engine._memory.enabled = True  # the CPU stands in for a device
     shards = [local_shard(p.detach()) for p in engine.module.parameters()]
@@ -115,7 +114,7 @@ def test_what_is_on_the_host_is_not_offloaded_again(gpt2_folder):
 
 
 def test_moments_are_on_the_device_during_an_optimizer_step_only(gpt2_folder):
-    engine = optimizers.build(gpt2_folder, "adamw", optimizer_offload=True)
+    engine = optimizers.build(gpt2_folder, optimizer_offload=True)
     rows = cases.make_batch()
     optimizers.steps(engine, rows, 1)
     engine._memory.enabled = True

@@ -42,22 +42,6 @@ def test_a_device_that_this_process_cannot_see_is_named(refused, monkeypatch) ->
     assert "set trainer.device=cpu or auto" in line
 
 
-@pytest.mark.parametrize("command", ["train", "sft"])
-def test_an_optimizer_that_fits_no_parameter_is_named(
-    command, train_overrides, tiny_task, refused_command
-) -> None:
-    model, key = "actor_rollout_ref.model", "actor_rollout_ref.actor.optim"
-    settings = train_overrides
-    if command == "sft":
-        model, key = "model", "optim"
-        settings = [f"model.path={tiny_task.model}", f"data.train_files={tiny_task.data('sft')}",
-                    "data.train_batch_size=8", "trainer.backend=local"]  # fmt: skip
-    for words in ([command], ["plan", command]):
-        given = (*settings, f"{model}.freeze=['*layers*']", f"{key}.name=muon")
-        line = refused_command(*words, *given)
-        assert f"{key}.name=muon fits none of the " in line and f"set {key}.name=adamw" in line
-
-
 def test_a_folder_without_a_model_is_named(refused, tmp_path) -> None:
     line = refused(f"actor_rollout_ref.model.path={tmp_path}")
     assert str(tmp_path) in line and "config.json" in line

@@ -81,8 +81,6 @@ def test_a_run_with_megatron_passes_the_checks(train_overrides, available):
              f"{REF}.name=megatron"],
          f"{REF}.context_parallel_size=1 differs from {ACTOR}.context_parallel_size=2, but Mega"),
         (2, ["algorithm.adv_estimator=gae", "critic.engine.name=megatron",
-             "critic.optim.name=muon"], "critic.optim.name=muon is not built for"),
-        (2, ["algorithm.adv_estimator=gae", "critic.engine.name=megatron",
              "critic.model.lora.rank=4"], "critic.model.lora is not built for critic.engine"),
         (2, ["actor_rollout_ref.actor.use_kl_loss=true", f"{REF}.name=megatron",
              "actor_rollout_ref.actor.kl_loss_type=full"],

@@ -9,11 +9,10 @@ ACTOR = "actor_rollout_ref.actor"
 
 # Settings that together use every counter and every random number of a run.
 VARIANTS = {
-    "critic warm-up, shuffled, three epochs of two mini-batches, Muon, states on the host": (
+    "critic warm-up, shuffled, three epochs of two mini-batches, states on the host": (
         "algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=true", "critic.warmup_steps=2",
         f"{ACTOR}.shuffle=true", f"{ACTOR}.ppo_epochs=3", f"{ACTOR}.ppo_mini_batch_size=4",
         "critic.ppo_mini_batch_size=2", "critic.ppo_epochs=1",
-        f"{ACTOR}.optim.name=muon", f"{ACTOR}.optim.momentum=0.9",
         f"{ACTOR}.optim.lr_scheduler=cosine", f"{ACTOR}.optim.lr_warmup_steps=3",
         "critic.optim.lr_scheduler=linear",
         "actor_rollout_ref.model.gradient_checkpointing=selective",

@@ -127,7 +127,7 @@ def show_fine_tuning_plan(config: SFTConfig | RMConfig) -> None:
     if not (config.model.path and config.data.train_files):
         print(f"memory                 set model.path and data.train_files, whose {kind} it needs")
         return
-    check_trained_part(config.model, "score" if kind == "pairs" else "lm", config.optim)
+    check_trained_part(config.model, "score" if kind == "pairs" else "lm")
     from quadriga.trainer.checks.memory import RunMemory
 
     if isinstance(config, RMConfig):

@@ -81,6 +81,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
         ("acc", "score", "reward", "seq_reward"),
         "groups are compared by the scores of the reward function; set it to seq_reward",
     ),
+    "*.optim.optimizer": (("AdamW", "adam"), "Quadriga trains with AdamW; remove it"),
     "data.reward_fn_key": (("data_source",), "the column is called data_source; rename it"),
     "reward_model.reward_manager": _MANAGERS,
     "reward.reward_manager.name": _MANAGERS,

@@ -465,7 +465,6 @@ DTYPE = named({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half":
 DEVICE = named({"cuda": "auto"})
 LOSS = named({"vanilla": "ppo_clip", "gspo": "gspo_token"})
 ESTIMATOR = named({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
-OPTIMIZER = named({"AdamW": "adamw", "adam": "adamw", "Muon": "muon"})
 STRATEGY = named({"fsdp2": "fsdp"})
 RECOMPUTED = named({"full": True})
 ALL_TOKENS = named({0: -1})
@@ -508,7 +507,6 @@ def _section(
 
 def _optim(verl: str, ours: str) -> dict[str, Row]:
     return {
-        **_section(verl, ours, convert=OPTIMIZER, optimizer="name"),
         **_section(verl, ours, "lr", "betas", "weight_decay", "min_lr_ratio"),
         **_section(verl, ours, "lr_warmup_steps", convert=positive),
         **_section(verl, ours, lr_warmup_steps_ratio="lr_warmup_ratio"),

@@ -79,7 +79,6 @@ AlarmAction = Literal["warn", "fail"]
 UpdateMode = Literal["pause", "drain", "in_flight"]
 LossTurns = Literal["all", "last"]
 WeightTransport = Literal["auto", "shared_memory", "collective"]
-OptimizerName = Literal["adamw", "muon"]
 Checkpointing = bool | Literal["selective"]
 
 Options = dict[str, Any]
@@ -141,11 +140,8 @@ class ModelConfig(PathSettings):
 class OptimConfig:
     """The optimizer and the schedule of its learning rate."""
 
-    # muon: for hidden matrices, AdamW for the others
-    name: OptimizerName = "adamw"
     lr: NonNegative = 1e-6  # largest learning rate
     betas: tuple[Decay, Decay] = (0.9, 0.999)  # decay rates of the two moments of AdamW
-    momentum: Decay | None = None  # decay rate of the momentum of muon; None: 0.95
     eps: Positive = 1e-8  # added to the denominator of the step
     weight_decay: NonNegative = 0.01  # decoupled from the gradient
     lr_scheduler: LrSchedulerName = "constant"  # form after the warm-up

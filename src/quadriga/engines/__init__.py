@@ -108,7 +108,6 @@ def check_engine(
     key: str,
     engine: EngineConfig,
     model: ModelConfig,
-    optim: OptimConfig | None = None,
     *,
     device_type: str | None = None,
     model_key: str = "model",
@@ -117,7 +116,6 @@ def check_engine(
 
     Args:
         key: of the engine's settings.
-        optim: None for a frozen model. Its settings are beside those of the engine.
         device_type: of the ranks. None: only the cluster knows.
         model_key: of the model's settings.
 
@@ -134,7 +132,7 @@ def check_engine(
                     key=f"{key}.{name}",
                 )
     if kind.check:
-        imported(kind.check)(model, engine, optim, device_type, key, model_key)
+        imported(kind.check)(model, engine, device_type, key, model_key)
 
 
 def check_engine_folder(model: ModelConfig, engine: EngineConfig, key: str) -> None:
@@ -166,7 +164,7 @@ def build_engine(
         ModelError: the folder does not hold a suitable model.
     """
     device_type = str(device).partition(":")[0]
-    check_engine("engine", engine, model, optim, device_type=device_type)
+    check_engine("engine", engine, model, device_type=device_type)
     built: TrainEngine = imported(kind_of(engine).engine)(
         model, engine, optim, head=head, device=device, total_steps=total_steps
     )

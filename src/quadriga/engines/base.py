@@ -413,8 +413,6 @@ class TrainEngine(ABC):
                 (None: than each other).
         """
         saved = read_scalars(folder, step=step)
-        if self.optimizer is not None:
-            self.optimizer.check_scalars(saved, folder)
 
         def read(state: Mapping[str, Tensor] | Mapping[str, Block]) -> JsonObject:
             self._check_saved(folder, saved, state)

@@ -29,7 +29,7 @@ from quadriga.engines.base import (
 )
 from quadriga.engines.loading import export_model, prepared_model, saved_buffer_names, tied_names
 from quadriga.engines.micro_batches import dummy_batch, select_rows
-from quadriga.engines.optimizers import build_optimizer, local_shard, sharded_like
+from quadriga.engines.optimizers import AdamW, ShardedOptimizer, local_shard, sharded_like
 from quadriga.engines.sharding import (
     MIN_UNIT_PARAMETERS,
     forget_failed_pass,
@@ -147,8 +147,9 @@ class FSDPEngine(TrainEngine):
         self.shares_prompts, self.cost = self._token_model.packed, self._token_model.cost
         if optim is not None:
             group = meshes.whole.get_group(SHARD)
-            self.optimizer = build_optimizer(
-                self.module, optim, self.total_steps, shard_group=group, device=device
+            named = [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+            self.optimizer = ShardedOptimizer(
+                [AdamW(named, optim)], optim, self.total_steps, shard_group=group, device=device
             )
 
     def _report_attention(self, *, whole: bool) -> None:

@@ -37,10 +37,9 @@ from transformers import PreTrainedModel
 
 from quadriga.checkpoint.hf_export import export_hf
 from quadriga.checkpoint.shards import Block, block_of
-from quadriga.config.schema import ModelConfig, OptimConfig
+from quadriga.config.schema import ModelConfig
 from quadriga.engines.activation_checkpointing import checkpoint_layers
 from quadriga.engines.base import HeadKind
-from quadriga.engines.optimizers import check_fits_parameters
 from quadriga.errors import ConfigError, ModelError
 from quadriga.models.adapters import Adapter, add_adapters, base_name, is_adapter, plan_adapter
 from quadriga.models.folder import local_folder, weight_file_names
@@ -148,25 +147,19 @@ def simulated_model(
     return model
 
 
-def check_trained_part(
-    config: ModelConfig, head: HeadKind, optim: OptimConfig | None = None, optim_key: str = "optim"
-) -> None:
-    """Check that adapters, patterns and the optimizer fit a model, without its weights.
+def check_trained_part(config: ModelConfig, head: HeadKind) -> None:
+    """Check that adapters and patterns fit a model, without its weights.
 
     Raises:
-        ConfigError: a pattern or a name fits no weight or layer, the optimizer fits no parameter,
-            or PEFT is missing.
+        ConfigError: a pattern or a name fits no weight or layer, or PEFT is missing.
         ModelError: the adapter is of another model. The message has the sizes of both.
     """
-    chosen = optim is not None and optim.name != "adamw"
-    if not (config.lora.enabled or config.freeze or chosen):
+    if not (config.lora.enabled or config.freeze):
         return
     model = simulated_model(config, head, torch.float32, trained=True)
     if config.freeze and head != "lm":
         new = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD_PREFIX)}
         check_new_trained(model, new - stored_tensors(local_folder(config.path)).keys(), config)
-    if optim is not None and chosen:
-        check_fits_parameters(model, optim.name, optim_key)
 
 
 def saved_buffer_names(model: nn.Module) -> set[str]:

@@ -32,7 +32,7 @@ from quadriga.engines import sharding
 from quadriga.engines.base import EntropyUse, HeadKind
 from quadriga.engines.loading import simulated_model, whole_load_reason
 from quadriga.engines.micro_batches import plan_micro_batches, select_rows
-from quadriga.engines.optimizers import newton_schulz, rule_of_each, state_bytes
+from quadriga.engines.optimizers import MOMENTS
 from quadriga.engines.tensor_parallel import divide_layers
 from quadriga.engines.token_model import TokenModel
 from quadriga.models import memory
@@ -283,8 +283,6 @@ class _Units:
         )
         self.shards = use.ranks // tensor if engine.fsdp_size == -1 else engine.fsdp_size
         self.copies = {id(p): 1 if id(p) in in_layers else tensor for p in self.all}
-        named = dict(module.named_parameters())
-        self.rules = [(named[n], rule) for n, rule in rule_of_each(module, use.optim.name).items()]
 
     def _rows(self, p: nn.Parameter, ranks: int) -> tuple[int, ...]:
         """Return the shape of the largest of `ranks` parts: 3 of 5 rows on 2 ranks.
@@ -307,32 +305,13 @@ class _Units:
     def held(self) -> dict[str, int]:
         """Return the shards, and the optimizer's state of the rank with the largest shards."""
         found = {"parameters": self.shard_bytes(self.all)}
-        if self.rules:
-            found["optimizer states"] = sum(
-                state_bytes(rule, self._rows(p, 1), (self._shard(p) or (1,))[0], self.kept_dtype)
-                for p, rule in self.rules
-            )
+        if trained := _trained(self.all):
+            found["optimizer states"] = len(MOMENTS) * self.shard_bytes(trained)
         return found
 
     def step(self) -> memory.Bytes:
         """Return what the update of the parameters needs: gradient shards and its buffers."""
-        # AdamW is fused: it allocates nothing.
-        found = [self._muon_bytes(p) for p, rule in self.rules if rule == "muon"]
-        return {"gradients": self._gradient_shards, "buffers": max(found, default=0)}
-
-    def _muon_bytes(self, p: nn.Parameter) -> int:
-        """Return what Muon allocates for a matrix, or for the experts of a shard."""
-        dtype = self.kept_dtype if self.on_cpu else torch.bfloat16
-        experts = p.dim() == 3
-        shape = self._shard(p) if experts else self._rows(p, 1)
-        matrix = torch.empty(shape, dtype=dtype, device=memory.META)
-        counter = memory.AllocationCounter()
-        with counter:
-            newton_schulz(matrix)
-        # Each rank of a round has a whole matrix: the shards of all of its matrices are as large as
-        # one, and are joined to be sent.
-        copies = 1 if experts or self.shards == 1 else 3
-        return copies * matrix.nbytes + counter.peak
+        return {"gradients": self._gradient_shards}  # AdamW is fused: it allocates nothing
 
     @property
     def _gradient_shards(self) -> int:

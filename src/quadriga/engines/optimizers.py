@@ -1,36 +1,15 @@
 """One optimizer step over the parameter shards of a rank: clip, update, count.
 
 `ShardedOptimizer` clips, skips steps that are not finite, follows the schedule, and saves its
-state. The learning rate is a pure function of the step, so a resumed run needs only the step. Which
-update rule has which parameter, and the bytes of its state for the memory plan, follow from the
-shapes.
-
-An update rule works on the parameter shards of this rank as plain tensors. It updates them in
-place.
+state. The learning rate is a pure function of the step, so a resumed run needs only the step.
 
 AdamW (arXiv 1711.05101) is elementwise, so each rank updates its own shards. The numbers are those
 of whole tensors, and there is no DTensor dispatch for each operator.
-
-Muon: the update of a hidden matrix is its momentum with all singular values near 1 (K. Jordan et
-al., "Muon: An optimizer for hidden layers in neural networks", 2024), with the scale of J. Liu et
-al., "Muon is Scalable for LLM Training" (arXiv 2502.16982, section 2.2):
-
-    m ← μ m + (1 − μ) g
-    u = (1 − μ) g + μ m                                   Nesterov
-    w ← w − η λ w − η · 0.2 √max(A, B) · NewtonSchulz(u)  for w of shape [A, B]
-
-An orthogonal matrix has the root mean square 1 / √max(A, B), so the update has 0.2, which is about
-that of AdamW. Learning rate and weight decay of AdamW therefore hold for Muon too. Each rank makes
-some of the matrices orthogonal: every row is sent to the rank that computes its matrix, and sent
-back.
 """
-
-from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -38,13 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from quadriga.config.schema import LrSchedulerName, OptimConfig, OptimizerName
-from quadriga.errors import CheckpointError, ConfigError, NonFiniteError
+from quadriga.config.schema import LrSchedulerName, OptimConfig
+from quadriga.errors import ConfigError, NonFiniteError
 from quadriga.observability.jsonl import JsonObject
 from quadriga.parallel.model_ranks import TENSOR
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 Named = Sequence[tuple[str, nn.Parameter]]
 """(name, parameter) pairs. A parameter is a DTensor after sharding."""
@@ -151,158 +127,6 @@ class AdamW:
             yield from (moments[key] for key in MOMENTS)
 
 
-MOMENTUM = "momentum"
-DEFAULT_MOMENTUM = 0.95
-RMS_OF_ADAMW = 0.2
-
-
-class Muon:
-    """Muon over parameter shards of hidden matrices; the methods are those of `AdamW`.
-
-    A matrix [A, B] is sharded by rows, and Newton-Schulz needs all of them (`whole_matrices`). The
-    parameter [E, A, B] of E experts is E matrices. Its shards hold whole experts, so each rank
-    computes its own.
-
-    Args:
-        shard_group: the ranks that together hold one copy of the parameters.
-        device: where Newton-Schulz runs: in bfloat16 on an accelerator, in the dtype of the
-            parameters on a CPU.
-    """
-
-    def __init__(
-        self,
-        named: Named,
-        config: OptimConfig,
-        *,
-        shard_group: dist.ProcessGroup | None,
-        device: torch.device,
-    ) -> None:
-        self.named = named
-        self._decay = config.weight_decay
-        self._momentum = DEFAULT_MOMENTUM if config.momentum is None else config.momentum
-        self._group = shard_group
-        self._ranks = 1 if shard_group is None else dist.get_world_size(shard_group)
-        self._device = device
-        self._moments: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
-        # FSDP reduces the gradients of a unit together, so a gradient exists on all ranks or none.
-        changed = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        for chosen in self._rounds(changed):
-            directions = [self._direction(i, gradients[i]) for i in chosen]
-            for index, direction in zip(chosen, self._orthogonal(chosen, directions), strict=True):
-                _, parameter = self.named[index]
-                shard = local_shard(parameter.detach())
-                scale = RMS_OF_ADAMW * math.sqrt(max(parameter.shape[-2:]))
-                shard.mul_(1 - rate * self._decay)
-                shard.add_(direction.to(shard.device, shard.dtype), alpha=-rate * scale)
-
-    def _rounds(self, indices: Sequence[int]) -> Iterator[list[int]]:
-        """Yield parameters that are updated at once: as many matrices as ranks, or the experts of
-        one layer. Matrices of about the same size go together, so that the ranks end together."""
-        ranks = self._ranks
-        matrices = [i for i in indices if self.named[i][1].dim() == 2]
-        matrices.sort(key=lambda i: -self.named[i][1].numel())
-        yield from (matrices[i : i + ranks] for i in range(0, len(matrices), ranks))
-        yield from ([i] for i in indices if self.named[i][1].dim() == 3)
-
-    def _direction(self, index: int, gradient: Tensor | None) -> Tensor:
-        """Update the momentum, and return the step before it is made orthogonal."""
-        assert gradient is not None
-        name, parameter = self.named[index]
-        gradient = gradient.to(parameter.dtype)
-        moment = self._moments.get(name)
-        if moment is None:
-            moment = self._moments[name] = torch.zeros_like(gradient)
-        moment.lerp_(gradient, 1 - self._momentum)
-        dtype = gradient.dtype if self._device.type == "cpu" else torch.bfloat16
-        return gradient.lerp(moment, self._momentum).to(self._device, dtype)
-
-    # Two ranks, matrices P (3 rows) and Q (2 rows), the first rank has the larger half of the rows:
-    #
-    #              rank 0               rank 1
-    #   before     P0 P1, Q0            P2, Q1
-    #   exchange   P0 P1 | P2           Q0 | Q1           rank 0 has the whole P, rank 1 the whole Q
-    #   compute    f(P)                 f(Q)
-    #   exchange   f(P)0 f(P)1, f(Q)0   f(P)2, f(Q)1      each rank has its rows of both again
-
-    def _orthogonal(self, chosen: Sequence[int], shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's rows of `newton_schulz(matrix)` for each of the `chosen` parameters.
-
-        `shards` are this rank's rows, divided as FSDP divides them: the same number for each rank,
-        rounded up, and fewer or none for the last ranks. Rank i computes matrix i, so there are at
-        most as many matrices as ranks. All ranks of the group call it for the same parameters.
-        """
-        ranks = self._ranks
-        if ranks == 1 or shards[0].dim() == 3:
-            return [newton_schulz(rows) for rows in shards]
-        own = dist.get_rank(self._group)
-        assert len(shards) <= ranks
-        sent = [rows.numel() for rows in shards] + [0] * (ranks - len(shards))
-        received = [0] * ranks
-        if own < len(shards):
-            total, columns = self.named[chosen[own]][1].shape[0], shards[own].shape[1]
-            step = -(-total // ranks)
-            received = [max(0, min(step, total - rank * step)) * columns for rank in range(ranks)]
-        flat = torch.cat([rows.flatten() for rows in shards])
-        whole = flat.new_empty(sum(received))
-        dist.all_to_all_single(whole, flat, received, sent, group=self._group)
-        if own < len(shards):
-            # The rows of the ranks follow each other, so they are the matrix.
-            whole = newton_schulz(whole.view(total, columns)).contiguous().flatten()
-        dist.all_to_all_single(flat, whole, sent, received, group=self._group)
-        parts = torch.split(flat, [rows.numel() for rows in shards])
-        return [part.view_as(rows) for part, rows in zip(parts, shards, strict=True)]
-
-    def tensors(self) -> dict[str, Tensor]:
-        state = {}
-        for name, parameter in self.named:
-            moment = self._moments.get(name)
-            if moment is None:
-                moment = torch.zeros_like(local_shard(parameter.detach()))
-            state[f"{MOMENTUM}.{name}"] = sharded_like(moment, parameter)
-        return state
-
-    def load_tensors(self, state: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
-        for name, _ in self.named:
-            self._moments[name] = local_shard(state[f"{MOMENTUM}.{name}"])
-
-    def existing(self) -> Iterator[Tensor]:
-        yield from self._moments.values()
-
-
-UpdateRule = AdamW | Muon
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic polynomial in K. Jordan et al., "Muon: An optimizer for hidden layers in neural
-networks" (2024). Its slope at 0 is as large as possible, so small singular values grow fast."""
-STEPS = 5
-EPSILON = 1e-7
-
-
-def newton_schulz(matrices: Tensor) -> Tensor:
-    """Return each matrix [..., A, B] with its singular values moved to about 1.
-
-    For G = U S Vᵀ the result is U p(p(… p(S / ‖G‖))) Vᵀ with p(s) = a s + b s³ + c s⁵. After five
-    steps the singular values are between 0.7 and 1.2, except those that were almost 0. The dtype
-    does not change; bfloat16 is precise enough (Jordan et al. 2024).
-    """
-    a, b, c = COEFFICIENTS
-    # The products are with the smaller of the two Gram matrices.
-    tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices
-    # ‖·‖ is the Frobenius norm: it is at least the largest singular value.
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    x = x.div(norm.clamp(min=EPSILON))
-    for _ in range(STEPS):
-        gram = x @ x.mT
-        x = x.mul(a) + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
-
-
-OPTIMIZER = "optimizer"
-"""Key of the optimizer's name in a checkpoint."""
 SKIPPED_IN_A_ROW = "skipped_in_a_row"
 """Key of the steps that were skipped directly before a checkpoint."""
 LR_SCALE = "lr_scale"
@@ -312,14 +136,14 @@ UPDATES = "updates"
 
 
 class ShardedOptimizer:
-    """Update rules with clipping by the global gradient norm and a learning rate schedule.
+    """AdamW with clipping by the global gradient norm and a learning rate schedule.
 
     If the gradient norm is not finite, the step is skipped: weights and moments do not change,
     `skipped` is incremented, and the schedule continues. More than `max_skipped_steps` of them in a
     row are an error. The norm is the same on all ranks, so all ranks skip, or fail, together.
 
     Args:
-        rules: each updates some of the parameters; no two update the same.
+        rules: of the parameters that this rank updates; none, if it updates none.
         total_steps: optimizer steps of the run, for the schedule.
         shard_group: the ranks that together hold one copy of the parameters; ranks of tensor
             parallelism can hold equal parts.
@@ -328,7 +152,7 @@ class ShardedOptimizer:
 
     def __init__(
         self,
-        rules: Sequence[UpdateRule],
+        rules: Sequence[AdamW],
         config: OptimConfig,
         total_steps: int | None,
         *,
@@ -440,24 +264,8 @@ class ShardedOptimizer:
             "skipped": self.skipped,
             SKIPPED_IN_A_ROW: self._skipped_in_a_row,
             UPDATES: {name: n for name, n in self._updates.items() if n != made},
-            OPTIMIZER: self.config.name,
             LR_SCALE: self.lr_scale,
         }
-
-    def check_scalars(self, scalars: Mapping[str, object], folder: str | Path) -> None:
-        """Check that the state in a checkpoint is of this optimizer.
-
-        Raises:
-            CheckpointError: it is of another one.
-        """
-        saved = scalars.get(OPTIMIZER, "adamw")  # before there was a choice
-        if saved != self.config.name:
-            raise CheckpointError(
-                f"the optimizer state in {folder} is of optim.name={saved}, but the settings have "
-                f"optim.name={self.config.name}; set optim.name={saved}, or start a new run from "
-                "the exported weights",
-                path=str(folder),
-            )
 
     def load(self, state: Mapping[str, Tensor], scalars: JsonObject) -> None:
         """Set the state, as `tensors` returns it, and the counts, as `scalars` returns them.
@@ -522,102 +330,3 @@ def check_schedule(optim: OptimConfig, total_steps: int | None) -> None:
             f"lr_scheduler {optim.lr_scheduler!r} and lr_warmup_ratio={optim.lr_warmup_ratio:g} "
             "need the number of optimizer steps; set optim.total_steps"
         )
-
-
-_FITTING: dict[OptimizerName, str] = {
-    "adamw": "all of them",
-    "muon": "the matrices of hidden layers",
-}
-"""Optimizer → the parameters that it is for."""
-_NOT_HIDDEN = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-
-
-def rule_of_each(model: PreTrainedModel, name: OptimizerName) -> dict[str, OptimizerName]:
-    """Return parameter → the rule that updates it, for each trained parameter of `model`.
-
-    With `muon`, the parameters that it is not made for have `adamw`.
-    """
-    hidden = _hidden_matrices(model) if name == "muon" else set()
-    found: dict[str, OptimizerName] = {}
-    for key, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            found[key] = name if id(parameter) in hidden else "adamw"
-    return found
-
-
-def check_fits_parameters(model: PreTrainedModel, name: OptimizerName, key: str = "optim") -> None:
-    """Check that the optimizer fits a trained parameter of `model`. `key`: its section.
-
-    Raises:
-        ConfigError: it fits none.
-    """
-    names = rule_of_each(model, name)
-    if name not in names.values():
-        model_class = type(model).__name__.removeprefix("FSDP")  # put before it by `fully_shard`
-        raise ConfigError(
-            f"{key}.name={name} fits none of the {len(names)} trained parameters of "
-            f"{model_class} ({_FITTING[name]}); set {key}.name=adamw",
-            key=f"{key}.name",
-        )
-
-
-def _hidden_matrices(model: PreTrainedModel) -> set[int]:
-    """Return the ids of the weights of hidden linear layers, experts included.
-
-    Embeddings, output layers, norms, convolutions and biases are not among them.
-    """
-    from quadriga.models.loading import VALUE_HEAD
-
-    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # not annotated there
-    outputs = (head, getattr(model, VALUE_HEAD, None))
-    hidden: set[int] = set()
-    others: set[int] = set()
-    for module in model.modules():
-        unsuitable = isinstance(module, _NOT_HIDDEN) or any(module is o for o in outputs)
-        for name, parameter in module.named_parameters(recurse=False):
-            # `weight` [A, B] of a linear layer, or [E, A, B] of E experts under any name. Other
-            # parameters with two dimensions are biases of experts, states of a recurrence, …
-            matrix = (parameter.dim() == 2 and name == "weight") or (
-                parameter.dim() == 3 and "bias" not in name
-            )
-            suitable = matrix and not unsuitable and min(parameter.shape[-2:]) > 1
-            (hidden if suitable else others).add(id(parameter))
-    return hidden - others  # a tied output layer is an embedding
-
-
-def build_optimizer(
-    model: PreTrainedModel,
-    config: OptimConfig,
-    total_steps: int | None,
-    *,
-    shard_group: dist.ProcessGroup | None,
-    device: torch.device,
-) -> ShardedOptimizer:
-    """Build the optimizer that `config.name` names, for the trained parameters of `model`.
-
-    Raises:
-        ConfigError: the optimizer fits no parameter.
-    """
-    check_fits_parameters(model, config.name)
-    names = rule_of_each(model, config.name)
-    trained = [(name, p) for name, p in model.named_parameters() if name in names]
-    rules: list[UpdateRule] = []
-    for rule in dict.fromkeys(names.values()):
-        named = [(name, p) for name, p in trained if names[name] == rule]
-        if rule == "muon":
-            rules.append(Muon(named, config, shard_group=shard_group, device=device))
-        else:
-            rules.append(AdamW(named, config))
-    return ShardedOptimizer(rules, config, total_steps, shard_group=shard_group, device=device)
-
-
-def state_bytes(rule: OptimizerName, shape: Sequence[int], rows: int, dtype: torch.dtype) -> int:
-    """Return the bytes of the state of `rows` rows of a parameter.
-
-    Args:
-        shape: of the whole parameter.
-        dtype: of the parameter.
-    """
-    # A matrix [1024, 4096] in float32: AdamW has two moments of 16 MiB, Muon one.
-    moments = 1 if rule == "muon" else len(MOMENTS)
-    return moments * rows * math.prod(shape[1:]) * dtype.itemsize

@@ -64,7 +64,6 @@ _OF_MODEL = (
 _MODEL = (
     *(name.format(key) for key in ("actor_rollout_ref.model", "critic.model", "model")
       for name in _OF_MODEL),
-    "optim.name", "actor_rollout_ref.actor.optim.name", "critic.optim.name",
     "algorithm.adv_estimator", "algorithm.kl_ctrl.type",
 )  # fmt: skip
 _STALENESS = "trainer.max_staleness"

@@ -225,7 +225,7 @@ def check_models_of_engines(engines: Iterable[settings.RoleEngine]) -> None:
 
     for found in engines:
         if found.optim is not None:
-            check_trained_part(found.model, found.head, found.optim, found.optim_key)
+            check_trained_part(found.model, found.head)
         check_engine_folder(found.model, found.engine, found.key)
 
 

@@ -32,7 +32,7 @@ from quadriga.engines.megatron.model import MicroBatch, Pipeline, transformer_co
 from quadriga.engines.megatron.ranks import join_ranks
 from quadriga.engines.megatron.weights import FolderModel, OwnTensor, RankWeights
 from quadriga.engines.micro_batches import dummy_batch, select_rows, sliced_rows
-from quadriga.engines.optimizers import MOMENTS, AdamW, ShardedOptimizer, UpdateRule
+from quadriga.engines.optimizers import MOMENTS, AdamW, ShardedOptimizer
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.errors import ConfigError
 from quadriga.models.images import MultiModalRows
@@ -228,7 +228,7 @@ class MegatronOptimizer(ShardedOptimizer):
             if self.owns(self._tensors[name])
         }
         named = list(self.masters.items())
-        rules: list[UpdateRule] = [AdamW(named, config)] if named else []
+        rules: list[AdamW] = [AdamW(named, config)] if named else []
         super().__init__(rules, config, total_steps, shard_group=None, device=device)
 
     def owns(self, tensor: OwnTensor) -> bool:

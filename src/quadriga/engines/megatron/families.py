@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.errors import ConfigError, ModelError
 from quadriga.parallel.layouts import Box, Degrees, Model, Stored, Weight, whole
 
@@ -321,7 +321,6 @@ on_cpu_for_tests = False
 def check_engine(
     model: ModelConfig,
     engine: EngineConfig,
-    optim: OptimConfig | None,
     device_type: str | None,
     key: str = "engine",
     model_key: str = "model",
@@ -330,7 +329,7 @@ def check_engine(
 
     Args:
         device_type: of the ranks. None: it is not known yet.
-        key: of the engine's settings. Those of the optimizer are beside them.
+        key: of the engine's settings.
         model_key: of the model's settings.
 
     Raises:
@@ -351,7 +350,7 @@ def check_engine(
             f"{device_type!r}; set {key}.name=fsdp",
             key=f"{key}.name",
         )
-    _check_followed(model, engine, optim, key, model_key)
+    _check_followed(model, engine, key, model_key)
     _check_degrees(engine, key)
 
 
@@ -372,10 +371,7 @@ def check_model(model: ModelConfig, engine: EngineConfig, key: str) -> None:
     check_sizes(config.get_text_config(), engine, key)
 
 
-def _check_followed(
-    model: ModelConfig, engine: EngineConfig, optim: OptimConfig | None, key: str, model_key: str
-) -> None:
-    optim_key = key.removesuffix("engine") + "optim"
+def _check_followed(model: ModelConfig, engine: EngineConfig, key: str, model_key: str) -> None:
     attention = model.attn_implementation
     refused = {
         f"{model_key}.lora": model.lora.enabled,
@@ -389,9 +385,6 @@ def _check_followed(
             attention != ModelConfig().attn_implementation
         ),
         f"{key}.dtype=float16": engine.dtype == "float16",
-        f"{optim_key}.name={optim.name if optim else ''}": (
-            optim is not None and optim.name != "adamw"
-        ),
     }
     for setting, given in refused.items():
         if given:

@@ -161,14 +161,14 @@ def _check_engine(found: RoleEngine, trainer: RunConfig) -> None:
     from quadriga.parallel.device import planned_device  # imports torch
 
     check_engine(
-        found.key, found.engine, found.model, found.optim, device_type=planned_device(trainer),
+        found.key, found.engine, found.model, device_type=planned_device(trainer),
         model_key=found.model_key,
     )  # fmt: skip
 
 
 def engine_problems(found: RoleEngine, ranks: int) -> Problems:
     """Yield what does not fit in the settings of an engine whose role has `ranks` ranks."""
-    key, engine, optim = found.key, found.engine, found.optim
+    key, engine = found.key, found.engine
     same_rows, tensor = engine.model_parallel_size, engine.tensor_parallel_size
     if ranks % same_rows:
         yield (
@@ -192,12 +192,6 @@ def engine_problems(found: RoleEngine, ranks: int) -> Problems:
         of = f"the {ranks} ranks" if tensor == 1 else f"{ranks} ranks / {tensor} = {left}"
         rest = f" ({_division(left, size)})" if size > 0 else ""
         yield f"{key}.fsdp_size", f"must be -1 (all ranks) or divide {of}{rest}"
-    if optim is not None and optim.name == "muon" and tensor > 1:
-        yield (
-            f"{key}.tensor_parallel_size",
-            "divides rows of weights that optim.name=muon needs whole; set it to 1, or "
-            "optim.name=adamw",
-        )
     if engine.fused_head and found.head != "lm":
         what = "token" if found.head == "value" else "sequence"
         yield (
