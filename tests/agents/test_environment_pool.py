@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from processes import run_python
 from quadriga.agents import pool as pools
 from quadriga.agents.environments import Action, EnvironmentRef
 from quadriga.agents.pool import Answer, EpisodePool
@@ -50,6 +51,12 @@ def play(pool: EpisodePool, *turns: str) -> dict[int, Answer]:
     for number, turn in enumerate(turns):
         pool.play(number, {"name": f"row {number}"}, acts([turn]))
     return answers(pool, len(turns))
+
+
+def test_a_process_imports_no_torch():
+    """It starts in half a second, and has a fifth of the memory."""
+    code = "import sys, quadriga.agents.pool_worker; print('torch' in sys.modules)"
+    assert run_python("-c", code).stdout == "False\n"
 
 
 def test_turns_are_answered(pool):

@@ -37,7 +37,8 @@ def test_the_warm_start_of_the_calculator_has_the_tokens_of_its_episodes():
     assert done == Done(1.0, {"tool_calls": 0.0, "tool_errors": 0.0})
     written = tokenizer.encode(call["content"])
     ids = turns.prompt_ids([question]) + written
-    ids += turns.following_ids(written, observed.messages) + tokenizer.encode(answer["content"])
+    [more] = turns.following_ids([(written, observed.messages)])
+    ids += more + tokenizer.encode(answer["content"])
     whole = tokenizer.apply_chat_template(
         calculator.conversation(row, calls=True)["messages"], tools=tools, tokenize=False
     )

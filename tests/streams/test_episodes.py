@@ -2,14 +2,13 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from quadriga.agents.pool import Answer
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import RolloutError
+from quadriga.errors import ModelError, RolloutError
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
 from quadriga.streams.episodes import Episodes
@@ -58,22 +57,26 @@ def prompts(count: int = 1) -> DataProto:
     return DataProto.from_dict(tensors, arrays)
 
 
+def answered(versions: list[list[int]], finished: int = 1) -> DataProto:
+    """Rows after a call; their tokens are 5, 6, … in the columns that have a version."""
+    known = torch.tensor([row + [-1] * (R - len(row)) for row in versions])
+    tensors = {
+        fields.RESPONSES: torch.where(known == -1, 0, torch.arange(5, 5 + R)),
+        fields.RESPONSE_MASK: (known >= 0).long(),
+        fields.TOKEN_VERSIONS: known * (known != -1),
+        fields.ROLLOUT_LOG_PROBS: torch.zeros(known.shape),
+        fields.FINISHED: torch.full((len(versions),), finished),
+    }
+    return DataProto.from_dict(tensors)
+
+
 def test_a_full_row_of_a_checkpoint_has_the_rewards_of_its_earlier_turns():
     """Its last turn was cut, so the environment is asked for the others only."""
     group, pool = PromptGroup(0, prompts()), Pool()
     own = episodes(pool)
-    results = DataProto.from_dict(
-        {
-            fields.RESPONSES: torch.tensor([[5, 6, 7, 8, 9, 4]]),
-            fields.RESPONSE_MASK: torch.tensor([[1, 1, 0, 0, 1, 1]]),
-            fields.TOKEN_VERSIONS: torch.tensor([[0, 0, -2, -2, 0, 0]]),
-            fields.ROLLOUT_LOG_PROBS: torch.zeros(1, R),
-            fields.FINISHED: torch.tensor([0]),
-        }
-    )
-    own.act(group, torch.tensor([0]).numpy(), results)
+    own.act([(group, 0)], answered([[0, 0, -2, -2, 0, 0]], finished=0))
     assert pool.played == [["5 6"]] and own.wait(0.0)
-    assert [*own.collect()] == [] and own.complete() == [group]
+    assert own.collect() == [] and own.complete() == [group]
     assert group.batch.batch[fields.TURN_REWARDS].tolist() == [[0, 0.5, 0, 0, 0, 0]]
     about = group.batch.non_tensor_batch[fields.EPISODE][0]
     assert (about["status"], about["turns"]) == ("length", 2)
@@ -81,17 +84,27 @@ def test_a_full_row_of_a_checkpoint_has_the_rewards_of_its_earlier_turns():
 
 def test_a_turn_knows_how_many_tokens_of_its_context_stand_before_it():
     group, pool = PromptGroup(0, prompts()), Pool()
-    results = DataProto.from_dict(
-        {
-            fields.RESPONSES: torch.tensor([[5, 6, 7, 8, 9, 4]]),
-            fields.RESPONSE_MASK: torch.tensor([[1, 0, 1, 0, 0, 1]]),
-            fields.TOKEN_VERSIONS: torch.tensor([[0, -2, 0, -3, -2, 0]]),  # -3: a context begins
-            fields.ROLLOUT_LOG_PROBS: torch.zeros(1, R),
-            fields.FINISHED: torch.tensor([1]),
-        }
-    )
-    episodes(pool).act(group, torch.tensor([0]).numpy(), results)
+    versions = [[0, -2, 0, -3, -2, 0]]  # -3: a context begins
+    episodes(pool).act([(group, 0)], answered(versions))
     assert pool.prompt_tokens == [3, 5, 2]
+
+
+def test_a_row_whose_observation_the_template_cannot_write_fails_alone():
+    def following_ids(rows):
+        if any(sampled == [5, 6] for sampled, _ in rows):
+            raise ModelError("there is no such role")
+        return [[9, 9]] * len(rows)
+
+    group, own = PromptGroup(0, prompts(3)), episodes(Pool())
+    own.turns.following_ids, own.turns.with_tools = following_ids, lambda _: own.turns
+    own.act([(group, 2), (group, 0), (group, 1)], answered([[0], [0, 0], [0, 0, 0]]))
+    more = {int(part.rows[0]): part.tokens.batch for part in own.collect()}
+    found = {row: tokens[fields.RESPONSES][0].tolist() for row, tokens in more.items()}
+    assert found == {2: [5, 9, 9, 0, 0, 0], 1: [5, 6, 7, 9, 9, 0]}
+    assert more[1][fields.TOKEN_VERSIONS][0].tolist() == [0, 0, 0, -2, -2, 0]
+    [(rows, failed)] = group.answers
+    about = failed.non_tensor_batch[fields.EPISODE][0]
+    assert (rows.tolist(), about["status"], about["turns"]) == ([0], "raised", 1)
 
 
 def test_an_error_leaves_no_episode_for_the_next_batch():
@@ -131,8 +144,5 @@ def test_a_request_shortens_turns_and_does_not_lengthen_them(asked, most):
     group.max_tokens, own.max_turn_tokens = {0: asked} if asked else {}, 3
     mask = (torch.arange(R) < torch.arange(1, R)[:, None]).long()
     rows = DataProto.from_dict({fields.RESPONSES: mask, fields.RESPONSE_MASK: mask})
-    ended = [
-        bool(own.turn_ended(group, np.zeros(1, np.int64), rows.select_idxs([i])))
-        for i in range(R - 1)
-    ]
+    ended = [bool(own.turn_ended([(group, 0)], rows.select_idxs([i]))) for i in range(R - 1)]
     assert ended == [size >= most for size in range(1, R)]

@@ -104,7 +104,7 @@ def check_episodes(batch: DataProto, config: TrainConfig) -> int:
                 assert about["status"] in ("turns", "length") and behind == last
             else:
                 messages = [{"role": "user", "content": answer.messages}]
-                assert ids[last:behind].tolist() == turns.following_ids(own, messages)
+                assert ids[last:behind].tolist() == turns.following_ids([(own, messages)])[0]
         torch.testing.assert_close(scores, expected)
         assert about["turns"] == len(spans)
         count += len(spans)
@@ -371,7 +371,7 @@ def test_the_contexts_of_a_function_are_trained_as_they_were_sampled(
             assert contexts[:width].sum() == len(begins("First."))
             assert prompt[contexts[:width] == 1].tolist() == begins("First.")
             second = [{"role": "user", "content": "Second."}]
-            assert ids[l1:f2].tolist() == turns.following_ids(ids[f1:l1].tolist(), second)
+            assert ids[l1:f2].tolist() == turns.following_ids([(ids[f1:l1].tolist(), second)])[0]
             assert ids[l2:f3].tolist() == begins("Third.")
             numbers = contexts[width:]
             assert (numbers[f1:l2] == 1).all() and (numbers[l2:l3] == 2).all()

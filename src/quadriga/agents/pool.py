@@ -23,6 +23,7 @@ import hashlib
 import json
 import math
 import os
+import select
 import time
 import weakref
 from collections import deque
@@ -51,7 +52,8 @@ class Play:
 
     Attributes:
         prompt: the messages of the data row.
-        turns: all turns of the episode, of which the last is new; none: the episode begins.
+        turns: the new turn, and those before it if the process does not host the episode yet; none:
+            the episode begins.
         tells_chat: the answer has its `chat`.
     """
 
@@ -86,6 +88,7 @@ class Answer:
         tools: schemas that the template writes into a new context.
         text: what a new context consists of, in place of messages.
         max_tokens: of the next turn; 0: as the settings say.
+        digest: see `digest`.
     """
 
     episode: int
@@ -99,6 +102,7 @@ class Answer:
     tools: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""
     max_tokens: int = 0
+    digest: str = field(default="", compare=False)
 
 
 READY = Answer(-1, "observed")
@@ -171,6 +175,7 @@ class EpisodePool:
     ) -> None:
         self._start = start
         self.environment = environment
+        self._imported = replace(environment, content=None)
         self._tells_chat = tells_chat
         self.timeout_s = timeout_s
         self._memory_gb = memory_gb
@@ -232,9 +237,10 @@ class EpisodePool:
 
     def answers(self) -> list[Answer]:
         """Return the answers that have come."""
-        ready = wait([host.process.connection for host in self._hosts], 0)
-        for host in [host for host in self._hosts if host.process.connection in ready]:
-            self._received(host)
+        # Again, because a process that has died is replaced meanwhile, which takes seconds.
+        while ready := wait([host.process.connection for host in self._hosts], 0):
+            for host in [host for host in self._hosts if host.process.connection in ready]:
+                self._received(host)
         now = time.monotonic()
         late = [
             e.host for e in self._episodes.values() if e.turns is not None and e.deadline <= now
@@ -259,9 +265,9 @@ class EpisodePool:
         new = number not in host.episodes  # the process needs the row and the file once
         host.episodes.add(number)
         episode.host = host
-        ref = self.environment if new else replace(self.environment, content=None)
+        ref = self.environment if new else self._imported
         about = (episode.row, episode.prompt) if new else ({}, ())
-        turns, seen = episode.turns or [], dict(episode.seen) if new else {}
+        turns, seen = (episode.turns or [])[0 if new else -1 :], dict(episode.seen) if new else {}
         play = Play(number, ref, *about, turns, self.timeout_s, self._tells_chat, seen)
         calls = len(play.turns) + 2 if new else 1  # also that of the class and of `reset`
         episode.budget = self.timeout_s * calls + _LATE_S
@@ -283,7 +289,9 @@ class EpisodePool:
     def _received(self, host: _Host) -> None:
         """Keep the answers of a process, or lose it."""
         try:
-            while host in self._hosts and host.process.connection.poll():
+            readable = select.poll()  # `Connection.poll` makes a selector for each answer
+            readable.register(host.process.connection.fileno(), select.POLLIN)
+            while host in self._hosts and readable.poll(0):
                 answer = _FORM.validate_json(host.process.connection.recv_bytes(MAX_BYTES))
                 episode = self._episodes.get(answer.episode)
                 if answer == READY:
@@ -298,7 +306,7 @@ class EpisodePool:
         if answer.status in FAILURES:
             self.end(answer.episode)
         else:
-            episode.seen[len(turns)] = digest(answer)
+            episode.seen[len(turns)] = answer.digest
             if host.alone:  # it was not to blame, and goes on in a shared process
                 self._kill(host)
                 episode.host = None

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -79,8 +79,8 @@ class Host:
             # The import of the file is not part of the deadline of a call.
             if self._class is None:
                 self._class = _class_of(play.environment)
-                self._answers.put(encoded(asdict(READY)))
-            message = encoded(asdict(await self._answered(play, self._class)))
+                self._answers.put(encoded(vars(READY)))
+            message = encoded(vars(await self._answered(play, self._class)))
             if len(message) > MAX_BYTES:
                 raise InputError(f"an answer has {len(message)} bytes, at most {MAX_BYTES} may be")
         except KeyboardInterrupt:
@@ -93,7 +93,7 @@ class Host:
             if isinstance(error, _LateError):
                 late = f"exceeded its deadline of {play.timeout_s:g} s"
                 answer = Answer(play.episode, "timed_out", detail=late)
-            message = encoded(asdict(answer))
+            message = encoded(vars(answer))
         self._answers.put(message)
 
     def _send(self) -> None:
@@ -113,12 +113,12 @@ class Host:
             self._found[play.episode] = own
             found = checked(await call(own.environment.reset, dict(play.row)), ends=False)
             answer = own.answer(play, found)
-            _compare(answer, play, 0)
+            answer = _compared(answer, play, 0)
         for action in turns:
             found = checked(await call(own.environment.step, action), ends=True)
             own.chat.append({"role": "assistant", "content": action.text})
             answer = own.answer(play, found)
-            _compare(answer, play, action.turn)
+            answer = _compared(answer, play, action.turn)
             assert found is not None
             rewards.append(found.reward)
             for name, value in found.metrics.items():
@@ -129,6 +129,9 @@ class Host:
 def _class_of(ref: EnvironmentRef) -> Callable[..., Environment]:
     """Return what makes an environment. Raises as `EnvironmentRef.load`."""
     loaded = ref.load()
+    if not isinstance(loaded, type) or "tool_format" in ref.options:
+        # Writes schemas of tools. Its import takes seconds, which no call has.
+        import transformers.utils.chat_template_utils  # noqa: F401
     if isinstance(loaded, type):
         return loaded
     return cast("Callable[..., Environment]", partial(Program, loaded, ref.tool_format))
@@ -166,14 +169,19 @@ class _Hosted:
             _log.warning("close of an environment has failed: %s", describe(error))
 
 
-def _compare(answer: Answer, play: Play, turn: int) -> None:
-    """Raise `InputError` if a turn that is played again has another answer than before."""
+def _compared(answer: Answer, play: Play, turn: int) -> Answer:
+    """Return the answer with its digest.
+
+    Raises:
+        InputError: a turn that is played again has another answer than before.
+    """
     ended, own = answer.status == "done" and turn < len(play.turns), digest(answer)
     if ended or own != play.seen.get(turn, own):
         raise InputError(
             f"the episode was begun again, and turn {turn} has another answer than before; draw "
             "random numbers of an environment with a seed of its row"
         )
+    return replace(answer, digest=own)
 
 
 class _LateError(Exception):

@@ -4,8 +4,8 @@ An episode is one sequence of tokens to which only new ones are added:
 
     prompt            prompt_ids(messages), up to where the policy writes
     turn              what the policy has sampled; it is never tokenised again
-    observation       following_ids(turn, messages): the end of the turn if the turn lacks it, the
-                      messages, and what begins the next turn
+    observation       following_ids([(turn, messages)]): the end of the turn if the turn lacks it,
+                      the messages, and what begins the next turn
     turn …
 
 A chat template writes whole conversations. What it writes after a turn is found in the text of a
@@ -38,10 +38,10 @@ from quadriga.data.chat import (
     TemplateArguments,
     chat_texts,
     check_template_arguments,
+    continued,
     encode_chats,
     neutraliser,
 )
-from quadriga.data.conversations import continued
 from quadriga.errors import ConfigError, InputError, ModelError
 
 if TYPE_CHECKING:
@@ -146,24 +146,35 @@ class Turns:
         chat = self._own(messages)
         return encode_chats(self._tokenizer, [chat], arguments=self._arguments)[0]
 
-    def following_ids(self, sampled_ids: Sequence[int], messages: Sequence[Message]) -> list[int]:
-        """Return the tokens to append to a sampled turn, up to where the policy writes again.
+    def following_ids(
+        self, rows: Sequence[tuple[Sequence[int], Sequence[Message]]]
+    ) -> list[list[int]]:
+        """Return the tokens to append to each sampled turn, up to where the policy writes again.
+        The template and the tokenizer run once for all rows.
 
         Args:
-            sampled_ids: of the turn. Only its last one is read.
-            messages: what the policy sees next, of the roles "user" and "tool".
+            rows: the tokens of the turn, of which only the last one is read, and what the policy
+                sees next, messages of the roles "user" and "tool".
 
         Raises:
-            ModelError: the template cannot write these messages after a turn.
+            ModelError: the template cannot write the messages of a row after a turn.
         """
-        border = self._border(messages)
-        end = border.ends[1]
-        ended = len(sampled_ids) > 0 and sampled_ids[-1] in self.end_ids
-        if not end:
-            return continued(self._tokenizer, border.text, follows=True)
-        ids = self._tokenizer(end + border.text, add_special_tokens=False)["input_ids"]
-        first = ids.index(self._tokenizer.convert_tokens_to_ids(end))
-        return list(ids[first + ended :])
+        if not rows:
+            return []
+        before = [self._turn_before(messages) for _, messages in rows]
+        pairs = zip(before, rows, strict=True)
+        written = self._texts([[QUESTION, turn, *messages] for turn, (_, messages) in pairs])
+        borders = [self._cut(turn, text) for turn, text in zip(before, written, strict=True)]
+        texts = [border.ends[1] + border.text for border in borders]
+        tokenised = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        found = list[list[int]]()
+        for (sampled, _), border, ids in zip(rows, borders, tokenised, strict=True):
+            if end := border.ends[1]:
+                first = ids.index(self._tokenizer.convert_tokens_to_ids(end))
+                found.append(ids[first + (len(sampled) > 0 and sampled[-1] in self.end_ids) :])
+            else:
+                found.append(continued(self._tokenizer, border.text, follows=True))
+        return found
 
     def text(self, sampled_ids: Sequence[int]) -> str:
         """Return the text of a turn with special tokens, without the token that ends it."""
@@ -219,9 +230,11 @@ class Turns:
 
     def _text(self, chat: Sequence[Message], complete: bool = False) -> str:
         """Return the text of a chat; `complete`: nothing begins the next turn."""
-        chats = [self._own(chat)]
-        found = chat_texts(self._tokenizer, chats, complete=complete, arguments=self._arguments)
-        return found[0]
+        return self._texts([chat], complete)[0]
+
+    def _texts(self, chats: Sequence[Sequence[Message]], complete: bool = False) -> list[str]:
+        own = list(map(self._own, chats))
+        return chat_texts(self._tokenizer, own, complete=complete, arguments=self._arguments)
 
     def _own(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return messages in the form for the template, those of the assistant unchanged."""
@@ -255,22 +268,30 @@ class Turns:
         can write. See `invented_turn`. Raises `ModelError` if it writes no results of tools."""
         for form in (0, 1):
             try:
-                self._cut(invented_turn(form), [_RESULT])
+                self._border_of(invented_turn(form), [_RESULT])
             except ModelError:
                 continue
             return form
-        self._cut(invented_turn(2), [_RESULT])
+        self._border_of(invented_turn(2), [_RESULT])
         return 2
 
     def _border(self, messages: Sequence[Message]) -> Border:
         """Return what the template writes after a turn which these messages follow."""
-        if messages[0]["role"] != "tool":
-            return self._cut(invented_turn(2), messages)
-        name = self._neutral(str(messages[0].get("name", "tool")))
-        return self._cut(invented_turn(self._call_form, name), messages)
+        return self._border_of(self._turn_before(messages), messages)
 
-    def _cut(self, turn: Message, messages: Sequence[Message]) -> Border:
+    def _turn_before(self, messages: Sequence[Message]) -> Message:
+        """Return an invented turn which these messages may follow."""
+        if messages[0]["role"] != "tool":
+            return invented_turn(2)
+        name = self._neutral(str(messages[0].get("name", "tool")))
+        return invented_turn(self._call_form, name)
+
+    def _border_of(self, turn: Message, messages: Sequence[Message]) -> Border:
+        return self._cut(turn, self._text([QUESTION, turn, *messages]))
+
+    def _cut(self, turn: Message, goes_on: str) -> Border:
         """Return what the template writes behind the marker of `turn`, without the end of a call.
+        `goes_on`: its text with messages behind the turn.
 
         Raises `ModelError` if the template cannot write the turn, or does not write the marker.
         """
@@ -279,7 +300,6 @@ class Turns:
                 self._alone.clear()
             self._alone[key] = self._text([QUESTION, turn], complete=True)
         ends_here = self._alone[key]
-        goes_on = self._text([QUESTION, turn, *messages])
         _, found, behind = ends_here.partition(MARKER)
         _, found_again, rest = goes_on.partition(MARKER)
         if not (found and found_again):

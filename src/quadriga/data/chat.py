@@ -166,6 +166,15 @@ def chat_texts(
     return texts
 
 
+def continued(tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool) -> list[int]:
+    """Return the tokens of a text; `follows`: of one that continues another text."""
+    for before in ("\n", ".", "a") if follows else ():
+        alone, both = tokenizer([before, before + text], add_special_tokens=False)["input_ids"]
+        if both[: len(alone)] == alone:
+            return list(both[len(alone) :])
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def check_template_arguments(
     tokenizer: PreTrainedTokenizerBase,
     arguments: TemplateArguments,

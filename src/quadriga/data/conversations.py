@@ -23,6 +23,7 @@ from quadriga.data.chat import (
     characters,
     chat_of,
     chat_texts,
+    continued,
     encode_conversations,
     most_characters,
 )
@@ -373,15 +374,6 @@ def _unanswered(
     texts = ["a" + part if i else part for i, part in parts]
     ids = tokenizer(["a", *texts], add_special_tokens=False)["input_ids"]
     return [own[len(ids[0]) if i else 0 :] for (i, _), own in zip(parts, ids[1:], strict=True)]
-
-
-def continued(tokenizer: PreTrainedTokenizerBase, text: str, *, follows: bool) -> list[int]:
-    """Return the tokens of a text; `follows`: of one that continues another text."""
-    for before in ("\n", ".", "a") if follows else ():
-        alone, both = tokenizer([before, before + text], add_special_tokens=False)["input_ids"]
-        if both[: len(alone)] == alone:
-            return list(both[len(alone) :])
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _joined(

@@ -15,7 +15,7 @@ of its row are played again.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -61,7 +61,12 @@ class _Episode:
     """A row.
 
     Attributes:
-        results: the fields of the row after its last call; None: `reset` has not answered.
+        results: the fields of the rows of its last call; None: `reset` has not answered.
+        place: of the row in `results`.
+        spans: of its turns; see `turn_spans`.
+        tokens: of the response so far.
+        full: the length limit has cut the last turn.
+        ends: how the row ends if its environment has not failed; empty: it goes on.
         waits: whether its environment must answer before the row goes on.
         turns: that its environment has, or gets next.
         failure: the last answer of an environment that has failed.
@@ -73,6 +78,11 @@ class _Episode:
     group: PromptGroup
     row: int
     results: DataProto | None = None
+    place: int = 0
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    tokens: int = 0
+    full: bool = False
+    ends: str = ""
     waits: bool = True
     turns: list[Action] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
@@ -81,6 +91,22 @@ class _Episode:
     times: list[list[object]] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)
     policy_s: float = 0.0
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the row ends with the turns that it has."""
+        # After a failure of `reset` its first turn is written, and then it ends.
+        return self.results is not None and self.waits and bool(self.failure or self.ends)
+
+    def of_row(self, name: str) -> torch.Tensor:
+        """Return a field of the row after its last call."""
+        assert self.results is not None
+        return self.results.batch[name][self.place]
+
+
+_Answered = tuple[_Episode, Answer]
+_Following = tuple[_Episode, Answer, list[int], int]
+"""A row, the answer of its environment, the tokens that follow, and the version of the first."""
 
 
 @dataclass(eq=False)
@@ -110,9 +136,6 @@ class Episodes:
     _numbers: dict[tuple[PromptGroup, int], int] = field(default_factory=dict, init=False)
     _begun: int = field(default=0, init=False)
     _complete: list[PromptGroup] = field(default_factory=list, init=False)
-    # Rows that end without an answer: their environments have failed before, or know all but the
-    # last turn, which the length limit has cut.
-    _alone: list[int] = field(default_factory=list, init=False)
 
     @property
     def acting(self) -> bool:
@@ -132,44 +155,54 @@ class Episodes:
         for row in range(len(group.prompts)):
             self._play(*self._open(group, row))
 
-    def act(self, group: PromptGroup, rows: Rows, results: DataProto) -> None:
+    def act(self, rows: Sequence[tuple[PromptGroup, int]], results: DataProto) -> None:
         """Give the turns that rows have written to their environments. `results`: the fields of
         these rows after their call."""
         results.prefetch([*BEGUN_RESPONSES, fields.FINISHED])
-        for place, row in enumerate(rows.tolist()):
+        tokens_B, finished_B = _known(results).sum(1).tolist(), results.batch[fields.FINISHED]
+        for place, (group, row) in enumerate(rows):
             number, episode = self._open(group, row)
-            episode.results, episode.waits = results.select_idxs([place]), True
+            episode.results, episode.place, episode.waits = results, place, True
+            episode.spans = turn_spans(episode.of_row(fields.RESPONSE_MASK))
+            finished, episode.tokens = bool(finished_B[place]), tokens_B[place]
+            episode.full = not finished and episode.tokens >= self.response_tokens
             now = time.monotonic()
             episode.policy_s, episode.since = now - episode.since, now
-            self._add_turns(episode, episode.results)
-            if episode.failure is not None or len(episode.turns) == len(episode.rewards):
-                self._alone.append(number)
-            else:
+            self._add_turns(episode, finished)
+            # Otherwise it ends without an answer: its environment has failed before, or knows all
+            # but the last turn, which the length limit has cut.
+            episode.ends = "length" if len(episode.turns) == len(episode.rewards) else ""
+            if not episode.has_ended:
                 self._play(number, episode)
 
     def turn_ended(
-        self, group: PromptGroup, rows: Rows, tokens: DataProto
+        self, rows: Sequence[tuple[PromptGroup, int]], tokens: DataProto
     ) -> npt.NDArray[np.bool_]:
         """Return which rows have a turn that is as long as it may be, [B] bool."""
-        ended = np.zeros(len(rows), dtype=np.bool_)
-        for place, row in enumerate(rows.tolist()):
+        ended, mask_BR = np.zeros(len(rows), dtype=np.bool_), tokens.batch[fields.RESPONSE_MASK]
+        for place, (group, row) in enumerate(rows):
             limits = group.max_tokens.get(row), self.max_turn_tokens
-            most = min(filter(None, limits), default=None)
-            ended[place] = most is not None and len(_turns(tokens, place)[-1]) >= most
+            if (most := min(filter(None, limits), default=None)) is not None:
+                first, last = turn_spans(mask_BR[place])[-1]
+                ended[place] = last - first >= most
         return ended
 
     def wait(self, timeout: float) -> bool:
         """Wait for an answer, at most `timeout` seconds; return whether `collect` finds one."""
-        return bool(self._alone) or self.pool.wait(timeout)
+        return any(e.has_ended for e in list(self._rows.values())) or self.pool.wait(timeout)
 
-    def collect(self) -> Iterator[Paused]:
-        """Take the answers that have come: yield the rows that go on, and end the others."""
-        for answer in self.pool.answers():
-            if (episode := self._rows.get(answer.episode)) is not None:
-                yield from self._answered(answer, episode)
-        for number in self._alone:
-            episode = self._rows[number]
-            self._end(episode, "length" if episode.failure is None else episode.failure.status)
+    def collect(self) -> list[Paused]:
+        """Take the answers that have come: return the rows that go on, and end the others."""
+        found = [
+            (episode, answer)
+            for answer in self.pool.answers()
+            if (episode := self._rows.get(answer.episode)) is not None
+        ]
+        for episode, answer in found:
+            self._note(answer, episode)
+        paused = self._go_on([one for one in found if not one[0].has_ended])
+        self._end([episode for episode in self._rows.values() if episode.has_ended])
+        return paused
 
     def complete(self) -> list[PromptGroup]:
         """Return the groups whose last row has ended since the last call."""
@@ -182,13 +215,12 @@ class Episodes:
 
     def held(self, group: PromptGroup) -> list[DataProto]:
         """Return what the rows of a group that wait for their environments have."""
-        own = [e.results for e in self._rows.values() if e.group is group and e.waits]
-        return [results for results in own if results is not None]
+        return [results for own, _, results in self.waiting() if own is group]
 
     def waiting(self) -> list[tuple[PromptGroup, Rows, DataProto]]:
         """Return the rows that wait for their environments, with their fields, for a checkpoint."""
         return [
-            (e.group, np.array([e.row]), e.results)
+            (e.group, np.array([e.row]), e.results.select_idxs([e.place]))
             for e in self._rows.values()
             if e.waits and e.results is not None
         ]
@@ -220,21 +252,20 @@ class Episodes:
         chat = group.chats.get(row, group.prompts.non_tensor_batch[fields.RAW_PROMPT][row])
         self.pool.play(number, _columns(group, row), episode.turns, chat)
 
-    def _add_turns(self, episode: _Episode, results: DataProto) -> None:
+    def _add_turns(self, episode: _Episode, finished: bool) -> None:
         """Add the turns that the environment does not have, but for a last one that was cut at the
         end of the row."""
-        ids = results.batch[fields.RESPONSES][0].tolist()
-        log_probs = results.batch[fields.ROLLOUT_LOG_PROBS][0].tolist()
-        spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
-        count, finished = len(spans) - self._is_full(results), int(results.batch[fields.FINISHED])
-        versions = results.batch[fields.TOKEN_VERSIONS][0].tolist()
+        ids_R, spans = episode.of_row(fields.RESPONSES), episode.spans
+        contexts = (episode.of_row(fields.TOKEN_VERSIONS) <= CONTEXT).nonzero()[:, 0].tolist()
         prompt = int(episode.group.prompts.batch[fields.ATTENTION_MASK][episode.row].sum())
+        count = len(spans) - episode.full
         for turn, (first, last) in list(enumerate(spans[:count], 1))[len(episode.turns) :]:
-            own, tokens = ids[first:last], list[tuple[str, float]]()
+            own, tokens = ids_R[first:last].tolist(), list[tuple[str, float]]()
             if self.tells_tokens:
-                tokens = list(zip(self.turns.pieces(own), log_probs[first:last], strict=True))
-            text, ended = self.turns.text(own), turn < len(spans) or bool(finished)
-            begins = max((i for i in range(first) if versions[i] <= CONTEXT), default=-prompt)
+                log_probs = episode.of_row(fields.ROLLOUT_LOG_PROBS)[first:last].tolist()
+                tokens = list(zip(self.turns.pieces(own), log_probs, strict=True))
+            text, ended = self.turns.text(own), turn < len(spans) or finished
+            begins = max((i for i in contexts if i < first), default=-prompt)
             episode.turns.append(Action(text, turn, ended, tokens, first - begins))
 
     def _open(self, group: PromptGroup, row: int) -> tuple[int, _Episode]:
@@ -249,56 +280,40 @@ class Episodes:
     def _drop(self, group: PromptGroup, row: int) -> None:
         number = self._numbers.pop((group, row))
         del self._rows[number]
-        self._alone = [other for other in self._alone if other != number]
         self.pool.end(number)
 
-    def _is_full(self, results: DataProto) -> bool:
-        """Return whether the length limit has cut the last turn of a row."""
-        cut = not int(results.batch[fields.FINISHED])
-        return cut and int(_known(results).sum()) >= self.response_tokens
+    def _go_on(self, answered: Sequence[_Answered]) -> list[Paused]:
+        """Return the rows that go on behind the answers of their environments, in one batch. The
+        others end."""
+        rows = [(*one, list[int](), OBSERVED) for one in answered if one[0].results is None]
+        begun = [one for one in answered if one[0].results is not None]
+        for _, of_tools in groupby(begun, lambda one: one[1].tools):
+            rows += self._following(list(of_tools))
+        for episode, _, ids, _ in rows:
+            episode.ends = "length" if episode.tokens + len(ids) >= self.response_tokens else ""
+        rows = [row for row in rows if not row[0].has_ended]
+        tokens, places = no_tokens(len(rows), self.response_tokens), np.arange(len(rows))
+        for place, (episode, answer, more, marker) in enumerate(rows):
+            if episode.results is not None:
+                for name, tensor in tokens.items():
+                    tensor[place] = episode.of_row(name)
+                first = episode.tokens
+                columns = slice(first, first + len(more))
+                tokens[fields.RESPONSES][place, columns] = torch.tensor(more)
+                tokens[fields.TOKEN_VERSIONS][place, columns] = OBSERVED
+                tokens[fields.TOKEN_VERSIONS][place, first] = marker
+            episode.waits = False
+            episode.group.max_tokens.pop(episode.row, None)
+            if answer.max_tokens:
+                episode.group.max_tokens[episode.row] = answer.max_tokens
+        answers = DataProto.from_dict(tokens)
+        of_rows = zip(rows, places[:, None], strict=True)
+        return [Paused(e.group, np.array([e.row]), answers, p) for (e, *_), p in of_rows]
 
-    def _answered(self, answer: Answer, episode: _Episode) -> Iterator[Paused]:
-        """Let a row go on behind the answer of its environment, or end it."""
-        results, more, marker = episode.results, list[int](), OBSERVED
-        turns = [] if results is None else _turns(results)
-        self._note(answer, episode, len(turns))
-        full = results is not None and self._is_full(results)
-        try:
-            if results is None:
-                self._begin_prompt(episode, answer)
-            elif answer.status == "observed" and not full:
-                more, marker = self._following(episode, results, answer)
-        except QuadrigaError as error:  # what the template cannot write
-            episode.failure = Answer(answer.episode, "raised", detail=str(error))
-        if results is None:  # after a failure its first turn is written, and then it ends
-            none = torch.zeros(1, self.response_tokens, dtype=torch.int64)
-            own = {**dict.fromkeys(BEGUN_RESPONSES, none), fields.ROLLOUT_LOG_PROBS: none.float()}
-        else:
-            first = int(_known(results).sum())
-            ends = {
-                "length": full or first + len(more) >= self.response_tokens,
-                "turns": len(turns) >= self.max_turns and not full,
-                "done": answer.status == "done" and not full,
-            }
-            if episode.failure is not None:
-                return self._end(episode, episode.failure.status)
-            if found := [status for status, holds in ends.items() if holds]:
-                return self._end(episode, found[-1])
-            own = {name: results.batch[name].clone() for name in BEGUN_RESPONSES}
-            place = slice(first, first + len(more))
-            own[fields.RESPONSES][0, place] = torch.tensor(more)
-            own[fields.TOKEN_VERSIONS][0, place] = OBSERVED
-            own[fields.TOKEN_VERSIONS][0, first] = marker
-        episode.waits = False
-        episode.group.max_tokens.pop(episode.row, None)
-        if answer.max_tokens:
-            episode.group.max_tokens[episode.row] = answer.max_tokens
-        first_row = np.zeros(1, dtype=np.int64)
-        yield Paused(episode.group, first_row + episode.row, DataProto.from_dict(own), first_row)
-
-    def _note(self, answer: Answer, episode: _Episode, turns: int) -> None:
+    def _note(self, answer: Answer, episode: _Episode) -> None:
         """Keep rewards and metrics of an answer, which are of all turns if they were played again,
-        its time, and a failure."""
+        its time, a failure, and whether the row ends."""
+        turns = len(episode.spans)
         again = len(answer.rewards) == turns
         episode.rewards = [*([] if again else episode.rewards), *answer.rewards]
         for name, value in answer.metrics.items():
@@ -311,31 +326,60 @@ class Episodes:
         episode.since = now
         if answer.status in FAILURES:
             episode.failure = answer
+        if episode.results is None:
+            try:
+                self._begin_prompt(episode, answer)
+            except QuadrigaError as error:  # what the template cannot write
+                episode.failure = Answer(answer.episode, "raised", detail=str(error))
+        elif episode.full or answer.status == "done":
+            episode.ends = "length" if episode.full else "done"
+        elif turns >= self.max_turns:
+            episode.ends = "turns"
 
-    def _following(
-        self, episode: _Episode, results: DataProto, answer: Answer
-    ) -> tuple[list[int], int]:
-        """Return the tokens behind the last turn of a row, and the version of the first of them.
+    def _following(self, rows: Sequence[_Answered]) -> list[_Following]:
+        """Return the tokens behind the last turn of each row. The rows have the same tools. A row
+        whose tokens the template cannot write fails."""
+        try:
+            turns = self.turns.with_tools(rows[0][1].tools)
+            markers = [self._marker(*row, turns) for row in rows]
+            behind = [
+                (e.of_row(fields.RESPONSES)[slice(*e.spans[-1])].tolist(), answer.messages)
+                for (e, answer), marker in zip(rows, markers, strict=True)
+                if marker == OBSERVED
+            ]
+            observed = iter(turns.following_ids(behind))
+            found = list[_Following]()
+            for (episode, answer), marker in zip(rows, markers, strict=True):
+                chat = answer.messages if marker == CONTEXT else answer.chat
+                begins = marker != OBSERVED
+                ids = turns.context_ids(chat, answer.text) if begins else next(observed)
+                found.append((episode, answer, ids, marker))
+            return found
+        except QuadrigaError as error:
+            if len(rows) > 1:
+                return [self._following([row])[0] for row in rows]
+            rows[0][0].failure = Answer(-1, "raised", detail=str(error))
+            return [(*rows[0], [], OBSERVED)]
+
+    def _marker(self, episode: _Episode, answer: Answer, turns: Turns) -> int:
+        """Return the version of the first token behind the last turn of a row.
 
         Raises:
-            ModelError, ConfigError: the template cannot write them; see `Turns`.
             InputError: a context begins in a row with images.
         """
-        turns, marker = self.turns.with_tools(answer.tools), OBSERVED
-        if answer.new_context:
-            marker = CONTEXT
-        elif self.rewrites:
-            versions = results.batch[fields.TOKEN_VERSIONS][0].tolist()
-            begins = max((i for i, v in enumerate(versions) if v <= CONTEXT), default=-1)
-            spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
-            own = [a.text for a, (f, _) in zip(episode.turns, spans, strict=True) if f > begins]
-            marker = REWRITTEN if turns.rewrites(answer.chat, own) else OBSERVED
-        if marker == OBSERVED:
-            return turns.following_ids(_turns(results)[-1], answer.messages), marker
-        if fields.MULTI_MODAL_INPUTS in episode.group.prompts.non_tensor_batch:
+        marker = CONTEXT if answer.new_context else OBSERVED
+        if self.rewrites and not answer.new_context:
+            contexts = (episode.of_row(fields.TOKEN_VERSIONS) <= CONTEXT).nonzero()[:, 0].tolist()
+            begins = max(contexts, default=-1)
+            pairs = zip(episode.turns, episode.spans, strict=True)
+            if turns.rewrites(answer.chat, [a.text for a, (f, _) in pairs if f > begins]):
+                marker = REWRITTEN
+        if (
+            marker != OBSERVED
+            and fields.MULTI_MODAL_INPUTS in episode.group.prompts.non_tensor_batch
+        ):
             raise InputError("a row with images cannot begin another context")
-        messages = answer.messages if marker == CONTEXT else answer.chat
-        return turns.context_ids(messages, answer.text), marker
+        return marker
 
     def _begin_prompt(self, episode: _Episode, answer: Answer) -> None:
         """Add what `reset` has returned to the prompt of a row, or put it in its place.
@@ -369,40 +413,47 @@ class Episodes:
             )
         prompts.non_tensor_batch[fields.RAW_PROMPT][row] = chat
 
-    def _end(self, episode: _Episode, status: str) -> None:
-        """End a row with the rewards of its turns."""
-        group, row, results = episode.group, episode.row, episode.results
-        assert results is not None
-        rewards, versions = (
-            torch.zeros(1, self.response_tokens),
-            results.batch[fields.TOKEN_VERSIONS],
-        )
-        spans = turn_spans(results.batch[fields.RESPONSE_MASK][0])
-        for (_, last), reward in zip(spans, episode.rewards, strict=False):
-            rewards[0, last - 1] = reward if episode.failure is None else 0.0
-        about = {
-            "status": status,
-            "turns": len(spans),
-            "contexts": 1 + int((versions <= CONTEXT).sum()),
-            "rewritten_turns": int((versions == REWRITTEN).sum()),
-            "times": episode.times,
-            "metrics": episode.metrics,
-            "detail": "" if episode.failure is None else episode.failure.detail,
-        }
-        kept = [str(k) for k in results.batch.keys() if k != fields.FINISHED]  # noqa: SIM118
-        ended = results.select(kept).union(
-            DataProto.from_dict(
-                {
-                    fields.FINISHED: torch.tensor([int(status != "length")]),
-                    fields.TURN_REWARDS: rewards,
-                },
-                non_tensors={fields.EPISODE: object_array([about])},
-            )
-        )
-        self._drop(group, row)
-        group.end(np.array([row]), ended)
-        if group.batch is not None:
-            self._complete.append(group)
+    def _end(self, ended: Sequence[_Episode]) -> None:
+        """End rows with the rewards of their turns: those of one call and group together."""
+        parts = dict[tuple[int, PromptGroup], list[_Episode]]()
+        for episode in ended:
+            parts.setdefault((id(episode.results), episode.group), []).append(episode)
+        for (_, group), own in parts.items():
+            results, rewards = own[0].results, torch.zeros(len(own), self.response_tokens)
+            assert results is not None
+            for place, episode in enumerate(own):
+                for (_, last), reward in zip(episode.spans, episode.rewards, strict=False):
+                    rewards[place, last - 1] = reward if episode.failure is None else 0.0
+                self._drop(group, episode.row)
+            about = [_about(episode) for episode in own]
+            finished = torch.tensor([int(one["status"] != "length") for one in about])
+            kept = [str(k) for k in results.batch.keys() if k != fields.FINISHED]  # noqa: SIM118
+            rows = results.select(kept).select_idxs([episode.place for episode in own])
+            more = {fields.FINISHED: finished, fields.TURN_REWARDS: rewards}
+            rows.union(DataProto.from_dict(more, {fields.EPISODE: object_array(about)}))
+            group.end(np.array([episode.row for episode in own]), rows)
+            if group.batch is not None:
+                self._complete.append(group)
+
+
+def _about(episode: _Episode) -> dict[str, object]:
+    """Return what a row tells about its episode."""
+    versions, failure = episode.of_row(fields.TOKEN_VERSIONS), episode.failure
+    return {
+        "status": episode.ends if failure is None else failure.status,
+        "turns": len(episode.spans),
+        "contexts": 1 + int((versions <= CONTEXT).sum()),
+        "rewritten_turns": int((versions == REWRITTEN).sum()),
+        "times": episode.times,
+        "metrics": episode.metrics,
+        "detail": "" if failure is None else failure.detail,
+    }
+
+
+def no_tokens(rows: int, columns: int) -> dict[str, torch.Tensor]:
+    """Return `BEGUN_RESPONSES` of rows that begin, [rows, columns]."""
+    tokens = {name: torch.zeros(rows, columns, dtype=torch.int64) for name in BEGUN_RESPONSES}
+    return tokens | {fields.ROLLOUT_LOG_PROBS: torch.zeros(rows, columns)}
 
 
 def _columns(group: PromptGroup, row: int) -> Mapping[str, object]:
@@ -422,15 +473,6 @@ def _known(rows: DataProto) -> torch.Tensor:
 
 def turn_spans(response_mask: torch.Tensor) -> list[tuple[int, int]]:
     """Return (first, behind the last) of each turn of a row. `response_mask` is [R]."""
-    spans, first = list[tuple[int, int]](), 0
-    for sampled, same in groupby(response_mask.tolist()):
-        last = first + len(list(same))
-        spans += [(first, last)] if sampled else []
-        first = last
-    return spans
-
-
-def _turns(rows: DataProto, place: int = 0) -> list[list[int]]:
-    """Return the tokens of each turn of a row."""
-    ids = rows.batch[fields.RESPONSES][place].tolist()
-    return [ids[first:last] for first, last in turn_spans(rows.batch[fields.RESPONSE_MASK][place])]
+    changes = np.diff(response_mask.numpy().astype(np.int8), prepend=0, append=0).nonzero()[0]
+    bounds = iter(changes.tolist())
+    return list(zip(bounds, bounds, strict=True))

@@ -20,11 +20,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 
 import numpy as np
-import torch
 
 from quadriga.errors import CallTimeoutError, QuadrigaError
 from quadriga.protocol import (
@@ -35,7 +33,7 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
-from quadriga.streams.episodes import Episodes, Paused, Rows
+from quadriga.streams.episodes import Episodes, Paused, Rows, no_tokens
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replica, Replicas
 from quadriga.workers.method_fields import BEGUN_RESPONSES
@@ -246,7 +244,10 @@ class SlicedGeneration:
 
     def _call(self, replica: Replica, begun: list[Paused], new: Sequence[PromptGroup]) -> None:
         """Start a call of rows that go on, and of groups that begin."""
-        members = [(part.group, part.rows) for part in begun]
+        members = [
+            (group, np.concatenate([part.rows for part in parts]))
+            for group, parts in groupby(begun, lambda part: part.group)
+        ]
         members += [(group, np.arange(len(group.prompts))) for group in new]
         rows = DataProto.concat([self.inputs(g.prompts.select_idxs(own)) for g, own in members])
         if begun:
@@ -256,7 +257,8 @@ class SlicedGeneration:
                 own[0].answers.select_idxs(p) for own, p in zip(of_calls, places, strict=True)
             ]
             if new:
-                tokens.append(self._no_tokens(len(rows) - sum(map(len, tokens))))
+                count = len(rows) - sum(map(len, tokens))
+                tokens.append(DataProto.from_dict(no_tokens(count, self.response_tokens)))
             rows = rows.union(DataProto.concat(tokens))
         of_rank = -(-self.rows // replica.group.world_size)
         rows.meta_info |= {"at_most": self.slice_tokens, "keep": min(of_rank, self.kept_rows)}
@@ -307,12 +309,6 @@ class SlicedGeneration:
             except QuadrigaError as error:
                 self._lose(replica, error)
 
-    def _no_tokens(self, rows: int) -> DataProto:
-        """Return `BEGUN_RESPONSES` of rows that begin."""
-        none = torch.zeros(rows, self.response_tokens, dtype=torch.int64)
-        tensors = dict.fromkeys(BEGUN_RESPONSES, none)
-        return DataProto.from_dict({**tensors, fields.ROLLOUT_LOG_PROBS: none.float()})
-
     def wait(self) -> DataProtoFuture | None:
         """Wait for the end of a call, and return its future; None: none is in flight, or an
         environment has answered before, or none has for a moment."""
@@ -359,15 +355,17 @@ class SlicedGeneration:
             [str(k) for k in answers.batch.keys() if k != fields.PAUSED]  # noqa: SIM118
         )
         tokens = results.select(list(BEGUN_RESPONSES), meta_info_keys=[])
+        if self.episodes is not None:
+            members = [(group, int(row)) for group, own in call.members for row in own]
+            paused_B &= ~self.episodes.turn_ended(members, tokens)
+            if len(act := np.flatnonzero(~paused_B)):
+                self.episodes.act([members[i] for i in act], results.select_idxs(act))
         first = 0
         for group, rows in call.members:
             own = np.arange(len(rows)) + first
             paused = paused_B[own]
-            if self.episodes is not None:
-                paused &= ~self.episodes.turn_ended(group, rows, tokens.select_idxs(own))
-            if not paused.all():
-                ends = group.end if self.episodes is None else partial(self.episodes.act, group)
-                ends(rows[~paused], results.select_idxs(own[~paused]))
+            if self.episodes is None and not paused.all():
+                group.end(rows[~paused], results.select_idxs(own[~paused]))
             if paused.any():
                 self.paused.append(Paused(group, rows[paused], tokens, own[paused]))
             if group.batch is not None:

@@ -110,7 +110,7 @@ def load_groups(folder: Path, queue: PromptQueue, generation: SlicedGeneration) 
                 working = generation.replicas.working
                 group.home = next((one for one in working if one.number == home), None)
                 if name == _ACTING and generation.episodes is not None:
-                    generation.episodes.act(group, np.array(rows), own)
+                    generation.episodes.act([(group, row) for row in rows], own)
                     continue
                 paused.append(Paused(group, np.array(rows), own, np.arange(len(own))))
     generation.go_on(paused)
