@@ -146,3 +146,18 @@ def test_a_request_shortens_turns_and_does_not_lengthen_them(asked, most):
     rows = DataProto.from_dict({fields.RESPONSES: mask, fields.RESPONSE_MASK: mask})
     ended = [bool(own.turn_ended([(group, 0)], rows.select_idxs([i]))) for i in range(R - 1)]
     assert ended == [size >= most for size in range(1, R)]
+
+
+def test_a_row_whose_environment_is_slow_does_not_keep_the_others_of_its_call():
+    """The last turn of each row was cut, so each ends with the answer of its environment."""
+    group, pool = PromptGroup(0, prompts(8)), Pool()
+    own, calls = episodes(pool), [[0, 0, -2, -2, row, row] for row in range(8)]
+    own.act([(group, row) for row in range(8)], answered(calls, finished=0))
+    pool.waiting, slow = pool.waiting[:7], pool.waiting[7]
+    assert own.collect() == []
+    ((_, rows, results),) = own.waiting()
+    (episode,) = own._rows.values()
+    assert rows.tolist() == [7] and len(episode.results) == 1
+    assert results.batch[fields.TOKEN_VERSIONS].tolist() == [calls[7]]
+    pool.waiting = [slow]
+    assert own.collect() == [] and own.complete() == [group]
