@@ -28,7 +28,7 @@ weights = cases.weights
 Degrees = tuple[int, int, int]
 """(tensor, sequence, context)."""
 
-Rows = Literal["packed", "shared"]
+Rows = Literal["packed", "shared", "routed"]
 TOLERANCES = {"float64": 1e-10, "float32": 1e-6}
 FAMILIES = conformance.FAMILIES | {
     "gemma3": lambda: transformers.Gemma3TextConfig(
@@ -93,8 +93,11 @@ class Case:
 
 
 def make_batch(rows: Rows) -> dict[str, torch.Tensor]:
-    """Make eight rows; with "shared", two prompts belong to two rows each."""
-    batch = cases.make_batch(shared=rows == "shared")
+    """Make eight rows; but with "packed", two prompts belong to two rows each. "routed": with given
+    experts, for a model with 2 layers of experts and 2 experts for each token."""
+    batch = cases.make_batch(shared=rows != "packed")
+    if rows == "routed":
+        batch["routed_experts"] = batch["input_ids"][..., None, None] % 3 + torch.eye(2).to(int)
     last = {name: field[-1:].clone() for name, field in batch.items()}
     last["input_ids"][0, cases.P :] += 1
     return {name: torch.cat([field, last[name]]) for name, field in batch.items()}
@@ -139,7 +142,7 @@ def update(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1) -> dic
     rows = own_rows(make_batch(case.rows), part, parts)
     mask, dtype = rows["response_mask"], getattr(torch, case.dtype)
     tensors = {
-        **{name: rows[name] for name in ("input_ids", "attention_mask", "response_mask")},
+        **rows,
         "advantages": rows["weight"].to(dtype),
         "old_log_probs": -5.0 * mask.to(dtype),
     }

@@ -23,7 +23,7 @@ FOUR_RANKS = [
     (Case("gemma3", checkpointing=True), (1, 2, 2), ()),
     (Case("qwen3", dtype="float32", checkpointing="selective"), (2, 1, 1), (("fsdp_size", 1),)),
     (Case("gemma3", "packed", lora=True), (1, 2, 1), (("fsdp_size", 2), ("fused_head", True))),
-    (Case("mixtral", micro=None), (2, 1, 2), ()),
+    (Case("mixtral", "routed", micro=None), (2, 1, 2), ()),
     (Case("qwen3_moe", "packed", lora=True), (2, 1, 1), ()),
 ]
 """(case, (tensor, sequence, context), settings of the engine), each on four ranks: pairs that have

@@ -10,7 +10,13 @@ from quadriga.parallel.attention_blocks import (
     similar_length_blocks,
     whole_row_blocks,
 )
-from quadriga.parallel.packing import first_row_with_same_prompt, left_align, pack_rows
+from quadriga.parallel.packing import (
+    first_row_with_same_prompt,
+    in_equal_slices,
+    left_align,
+    pack_rows,
+    pack_with_routes,
+)
 from row_cases import rows_of
 
 IDS = torch.tensor([[0, 11, 12, 21, 22, 0], [0, 11, 12, 31, 0, 0], [13, 14, 15, 41, 42, 43]])
@@ -35,6 +41,19 @@ def test_packing_without_shared_prompts():
     assert packed.predictors.tolist() == [1, 2, 5, 9, 11]
 
 
+def test_equal_prompts_with_other_experts_are_packed_apart():
+    routes = IDS[..., None, None].repeat(1, 1, 2, 1)
+    packed = pack_with_routes(IDS, MASK, TARGETS, routes=routes)
+    expected = pack_rows(IDS, MASK, TARGETS)
+    assert torch.equal(packed.input_ids, expected.input_ids)
+    assert torch.equal(packed.targets.labels, expected.targets.labels)
+    routes[1, 2, 1] = 5
+    packed = pack_with_routes(IDS, MASK, TARGETS, routes=routes)
+    assert packed.input_ids.tolist() == [[11, 12, 21, 22, 11, 12, 31, 13, 14, 15, 41, 42, 43]]
+    assert packed.routes[5].flatten().tolist() == [12, 5]
+    assert in_equal_slices(packed, 4).routes[12:].flatten().tolist() == [43, 43, *[-1] * 6]
+
+
 def test_contexts_of_a_row_are_rows_which_share_the_tokens_that_they_begin_with():
     ids = torch.tensor([[0, 11, 12, 21, 22, 31, 32, 41, 42, 31, 32, 51]])
     contexts = torch.tensor([[0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]])
@@ -46,6 +65,9 @@ def test_contexts_of_a_row_are_rows_which_share_the_tokens_that_they_begin_with(
     assert packed.targets.labels.tolist() == [21, 22, 41, 42, 51]
     assert packed.targets.index.tolist() == [0, 1, 4, 5, 8]
     assert packed.targets.shape == (1, 9)
+    apart = pack_with_routes(ids, contexts, targets, routes=ids[..., None, None])
+    assert apart.input_ids.tolist() == [[11, 12, 21, 22, 31, 32, 41, 42, 31, 32, 51]]
+    assert apart.routes.flatten().tolist() == apart.input_ids.flatten().tolist()
     aligned, found = left_align(ids, contexts, targets)
     assert aligned.tolist() == [[11, 12, 21, 22], [31, 32, 41, 42], [31, 32, 51, 0]]
     assert aligned[found.row, found.position].tolist() == found.labels.tolist()

@@ -143,7 +143,8 @@ def test_the_trainer_checks_before_it_loads_or_starts_anything() -> None:
 
 def all_stages() -> list[StageFields]:
     with_model = ["reward_model.enable=true", "reward_model.model.path=scorer"]
-    variants = [*VARIANTS.values(), with_model, ["agent.path=game.py"]]
+    routes = ["actor_rollout_ref.rollout.replay_routes=true"]
+    variants = [*VARIANTS.values(), with_model, ["agent.path=game.py"], routes]
     flows = [dataflow.StepPlan.of(config_of(*overrides)).stages for overrides in variants]
     stages_ = [stage for flow in flows for stage in flow]
     # In a step the baselines are one stage with the branch that makes them; here it is taken apart.

@@ -30,8 +30,8 @@ _MANAGERS = (("naive", "dapo", "prime"), _FUNCTION)
 
 _OFF_BY_REMEDY = {
     _ONE: "*.multi_turn.enable *.agent_loop_config_path data.*tool*_path",
-    _AGAIN: "*.rollout_correction.bypass_mode *.use_rollout_log_probs "
-            "*.enable_rollout_routing_replay *.router_replay.mode",
+    _AGAIN: "*.rollout_correction.bypass_mode *.use_rollout_log_probs",
+    "the reference computes with experts of its own": f"{_REF}.router_replay.mode",
     "it is for Megatron, whose engine has no adapters; set model.lora_rank and strategy=fsdp2":
         "*model.lora.rank",
     "algorithm.user_files=[FILE.py] runs a file of yours in every process":
@@ -71,6 +71,7 @@ REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "*.agent.default_agent_loop": (("single_turn_agent",), _ONE),
     "trainer.v1.trainer_mode": (("sync",), _SYNC),
     "async_training.*": ((), _SYNC),
+    f"{_ACTOR}.router_replay.mode": (("disabled", "R3"), "experts are those of the rollout: R3"),
     "actor_rollout_ref.hybrid_engine": (
         (True,),
         "remove it, and give the rollout ranks of its own: placement.actor, placement.rollout",

@@ -463,6 +463,7 @@ def _is_integer(value: object) -> TypeGuard[int]:
 KL = named({"kl": "k1", "mse": "k2", "kl+": "k1+", "mse+": "k2"})
 DTYPE = named({"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"})
 DEVICE = named({"cuda": "auto"})
+ROUTES = named({"disabled": False, "R3": True})
 LOSS = named({"vanilla": "ppo_clip", "gspo": "gspo_token"})
 ESTIMATOR = named({"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"})
 STRATEGY = named({"fsdp2": "fsdp"})
@@ -670,6 +671,8 @@ TRAIN: dict[str, Row] = {
         _ROLLOUT,
         update_weights_bucket_megabytes="weight_bucket_mb",
     ),
+    **_section(_ROLLOUT, _ROLLOUT, enable_rollout_routing_replay="replay_routes"),
+    **_section(f"{_ACTOR}.router_replay", _ROLLOUT, convert=ROUTES, mode="replay_routes"),
     **_section(_ROLLOUT, f"{_ROLLOUT}.sampling", "temperature", "top_p"),
     **_section(_ROLLOUT, f"{_ROLLOUT}.sampling", "top_k", convert=ALL_TOKENS),
     # verl ignores end tokens in validation too.

@@ -363,6 +363,9 @@ class RolloutConfig(RolloutEngineConfig):
     # with model.lora: the engine computes with the adapters, which alone are sent after the first
     # weight sync; false: they are merged into the weights; None: if the engine can
     load_adapters: bool | None = None
+    # mixture of experts: keep which experts compute each token in the rollout, and let the actor
+    # compute its log-probabilities and its update with the same ones (R3, arXiv 2510.11370)
+    replay_routes: bool = False
     # with trainer.max_staleness: prompts that are generated, scored or ready at once, as a multiple
     # of data.train_batch_size; None: max_staleness + 1. A smaller factor has younger responses
     oversample: Annotated[float, Ge(1)] | None = None

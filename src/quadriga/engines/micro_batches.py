@@ -33,6 +33,7 @@ from quadriga.parallel.packing import (
     first_row_with_same_prompt,
     in_equal_slices,
     pack_rows,
+    pack_with_routes,
 )
 from quadriga.parallel.token_exchange import join_outputs
 from quadriga.protocol import fields
@@ -53,6 +54,20 @@ def check_fields(batch: Batch) -> None:
                 f"a training engine needs the field {name!r}; the batch has {sorted(batch)}",
                 field=name,
             )
+    if (routes := batch.get(fields.ROUTED_EXPERTS)) is None:
+        return
+    # All tokens before the last target of a row have a part in its log-probabilities.
+    mask, targets = batch[fields.ATTENTION_MASK], batch[fields.RESPONSE_MASK]
+    behind = torch.nn.functional.pad(targets, (mask.shape[1] - targets.shape[1] - 1, 0))
+    needed = behind.flip(1).cumsum(1).flip(1).bool() & mask[:, :-1].bool()
+    lacking = (needed & (routes[:, :-1] < 0).flatten(2).any(-1)).sum(1)
+    if lacking.any():
+        raise FieldError(
+            f"{fields.ROUTED_EXPERTS} needs the experts of each token before a response token; row "
+            f"{int(lacking.argmax())} lacks them at {int(lacking.max())} tokens; generate it again "
+            "with rollout.replay_routes=true",
+            field=fields.ROUTED_EXPERTS,
+        )
 
 
 def plan_micro_batches(
@@ -219,6 +234,7 @@ class TokenSlice:
             one, so that every kernel has an input: without a target, the first token stands in.
         labels: [k] int64, the token ids of the targets.
         counts: the targets of each rank of the group.
+        routes: [n · t, layers, K], the experts of the tokens of `position_ids`, if they are given.
         order: [K] int64, the target of each joined output.
         ranks: the group.
     """
@@ -230,6 +246,7 @@ class TokenSlice:
     counts: tuple[int, ...]
     order: Tensor
     ranks: ModelRanks
+    routes: Tensor | None = None
 
     @staticmethod
     def of(packed: PackedBatch, ranks: ModelRanks) -> TokenSlice:
@@ -253,6 +270,7 @@ class TokenSlice:
             tuple(counts),
             order,
             ranks,
+            None if packed.routes is None else packed.routes[first : first + wide],
         )
 
     def join(self, outputs: Tensor) -> Tensor:
@@ -271,9 +289,8 @@ def sliced_rows(
 
     Their tensors are on `device`, but for those of the rows.
     """
-    packed = pack_rows(
-        rows[fields.INPUT_IDS], rows[fields.ATTENTION_MASK], rows[fields.RESPONSE_MASK]
-    )
+    given, routes = [rows[name] for name in REQUIRED_FIELDS], rows.get(fields.ROUTED_EXPERTS)
+    packed = pack_rows(*given) if routes is None else pack_with_routes(*given, routes=routes)
     packed = in_equal_slices(packed, slices)
     own = on_device(TokenSlice.of(packed, ranks), device)
     return packed.to(device), own

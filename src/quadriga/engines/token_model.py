@@ -29,7 +29,7 @@ from quadriga.config.schema import AttentionName
 from quadriga.engines.attention import kernels
 from quadriga.engines.attention.choice import kernels_of
 from quadriga.engines.base import ENTROPY, FULL_KL, LOG_PROBS, VALUES, Batch, HeadKind, Outputs
-from quadriga.engines.micro_batches import dummy_batch, sliced_rows
+from quadriga.engines.micro_batches import REQUIRED_FIELDS, dummy_batch, sliced_rows
 from quadriga.engines.sequence_cost import sequence_cost
 from quadriga.engines.sharding import class_name
 from quadriga.errors import ConfigError
@@ -37,6 +37,7 @@ from quadriga.models.architectures import takes_images
 from quadriga.models.cpu_linear import CpuLinear
 from quadriga.models.images import GRIDS, PIXELS, MultiModalRows, image_tokens_of
 from quadriga.models.log_probs import linear_full_kl, linear_log_probs, log_probs_and_entropy
+from quadriga.models.routes import Routers
 from quadriga.parallel.device import on_device
 from quadriga.parallel.model_ranks import ModelRanks
 from quadriga.parallel.packing import left_align
@@ -188,6 +189,7 @@ class ModelInputs:
             [K, …].
         unpack: maps [K] to [B, R], with 0 where there is no target.
         join: maps outputs [K, C] to those of the targets of all ranks.
+        routes: [tokens, layers, K], the experts that the tokens of this rank must have.
     """
 
     arguments: dict[str, Tensor | kernels.AttentionRows]
@@ -195,6 +197,7 @@ class ModelInputs:
     select: Callable[[Tensor], Tensor]
     unpack: Callable[[Tensor], Tensor]
     join: Callable[[Tensor], Tensor] = identity
+    routes: Tensor | None = None
 
 
 class TokenModel:
@@ -237,6 +240,7 @@ class TokenModel:
     ) -> None:
         self.model = model
         self.head = head
+        self.routers = Routers(model)
         self.device = device
         self.device_type = device.type if device_type is None else device_type
         self.packed = kernels.supports_packing(model) if packed is None else packed
@@ -313,6 +317,7 @@ class TokenModel:
             weights.append(None if weight is None else weight.detach())
             return x
 
+        rows = {name: rows[name] for name in REQUIRED_FIELDS}  # its own experts
         with torch.no_grad():
             return self._apply(keep, self._model_inputs(rows, images), fused=fused), weights[0]
 
@@ -339,7 +344,10 @@ class TokenModel:
 
     def _run(self, inputs: ModelInputs) -> Tensor:
         with nullcontext() if self.adapted else adapters_off(self.model):
+            self.routers.follow(inputs.routes)
             logits: Tensor = self.model(**inputs.arguments, use_cache=False).logits
+            if inputs.routes is not None:
+                self.routers.chosen()  # raises unless each layer has taken them
             return logits
 
     def _choose_attention(self) -> kernels.KernelOf:
@@ -397,20 +405,24 @@ class TokenModel:
             lambda x: x[0] if self.head == "lm" else x[0, own.predictors],
             packed.targets.unpack,
             own.join,
+            own.routes,
         )
 
     def _padded_inputs(self, rows: Batch, images: MultiModalRows | None) -> ModelInputs:
-        config, mask = self.model.config, rows[fields.ATTENTION_MASK]
-        ids, targets = left_align(rows[fields.INPUT_IDS], mask, rows[fields.RESPONSE_MASK])
+        config, mask, routes = self.model.config, rows[fields.ATTENTION_MASK], None
+        tokens = [rows[name] for name in REQUIRED_FIELDS]
+        ids, targets = left_align(*tokens)
+        if fields.ROUTED_EXPERTS in rows:
+            source, _ = left_align(torch.arange(mask.numel()).view_as(mask), *tokens[1:])
+            routes = rows[fields.ROUTED_EXPERTS].flatten(0, 1)[source.flatten()]
         arguments: dict[str, Tensor | kernels.AttentionRows] = {
             "input_ids": ids.to(self.device, non_blocking=True)
         }
         if takes_images(config):
             arguments.update(image_arguments(config, ids, mask, images, self.device))
         found = on_device(targets, self.device)
-        return ModelInputs(
-            arguments, found.labels, lambda x: x[found.row, found.position - 1], found.unpack
-        )
+        at = found.row, found.position - 1
+        return ModelInputs(arguments, found.labels, lambda x: x[at], found.unpack, routes=routes)
 
 
 def _columns(

@@ -174,6 +174,7 @@ class PackedBatch:
         rows: which tokens make up each row. Always on the CPU.
         predictors: [K] int64, the packed index of the token whose output predicts target k.
         targets: of all rows.
+        routes: [N, layers, K], the experts of each token; None: they are not given.
     """
 
     input_ids: Tensor
@@ -181,6 +182,7 @@ class PackedBatch:
     rows: PackedRows
     predictors: Tensor
     targets: Targets
+    routes: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBatch:
         """Return the same batch with every tensor on `device`, except in `rows`."""
@@ -210,8 +212,9 @@ def in_equal_slices(packed: PackedBatch, count: int) -> PackedBatch:
         column=torch.cat([old.column, index]),
     )
     positions = torch.cat([packed.position_ids, index[None]], 1)
-    ids = pad(packed.input_ids, (0, more))
-    return replace(packed, input_ids=ids, position_ids=positions, rows=rows)
+    ids, routes = pad(packed.input_ids, (0, more)), packed.routes
+    routes = routes if routes is None else pad(routes, (0, 0, 0, 0, 0, more), value=-1)
+    return replace(packed, input_ids=ids, position_ids=positions, rows=rows, routes=routes)
 
 
 def first_row_with_same_prompt(prompts: Tensor, mask: Tensor) -> Tensor:
@@ -262,6 +265,30 @@ def pack_rows(
         rows=rows,
         predictors=rows.token_index[targets.row, targets.position - 1],
         targets=targets,
+    )
+
+
+def pack_with_routes(
+    input_ids: Tensor, attention_mask: Tensor, response_mask: Tensor, *, routes: Tensor
+) -> PackedBatch:
+    """Pack rows as `pack_rows`, with the experts `routes` [B, P + R, layers, K] of their tokens.
+
+    Prompts are shared that have equal tokens and equal experts, and no contexts of one row.
+    """
+    # The place b · (P + R) + s of each token is packed in place of its id. Rows 0 and 1 have one
+    # prompt, of P = 2 tokens, and R = 1:   0 1 2   0 1 5
+    prompt, flat = input_ids.shape[1] - response_mask.shape[1], input_ids.flatten()
+    shown = input_ids.masked_fill(attention_mask == 0, -1)[:, :prompt]
+    both = torch.cat([shown, routes[:, :prompt].flatten(1)], 1)
+    owner = first_row_with_same_prompt(both, torch.ones_like(both, dtype=torch.bool))
+    place = torch.arange(len(flat)).view_as(input_ids)
+    place[:, :prompt] = place[owner, :prompt]
+    packed = pack_rows(place, attention_mask, response_mask)
+    return replace(
+        packed,
+        input_ids=flat[packed.input_ids],
+        targets=replace(packed.targets, labels=flat[packed.targets.labels]),
+        routes=routes.flatten(0, 1)[packed.input_ids[0]],
     )
 
 

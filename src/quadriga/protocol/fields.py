@@ -28,6 +28,7 @@ PROMPTS: Final = "prompts"
 RESPONSES: Final = "responses"
 RESPONSE_MASK: Final = "response_mask"
 ROLLOUT_LOG_PROBS: Final = "rollout_log_probs"
+ROUTED_EXPERTS: Final = "routed_experts"
 SEQUENCE_LENGTH: Final = "sequence_length"
 FINISHED: Final = "finished"
 PAUSED: Final = "paused"
@@ -133,6 +134,10 @@ FIELDS: tuple[Field, ...] = (
           (_SFT_LOADER, _GENERATE, _SCORE, "mask_truncated", "mask_zero_variance_groups")),
     Field(ROLLOUT_LOG_PROBS, "[B, R]", "float32",
           "nats, of the rollout engine's distribution; 0 outside the mask", (_GENERATE,)),
+    Field(ROUTED_EXPERTS, "[B, P+R, L, K]", "int8 or int16",
+          "the K experts of each token in each of L layers with experts, -1 where the rollout has "
+          "not computed a token; written with `rollout.replay_routes`",
+          (_GENERATE,)),
     Field(SEQUENCE_LENGTH, "[B]", "int64", "tokens of prompt and response, without padding",
           (_GENERATE,)),
     Field(FINISHED, "[B]", "int64", "1: the response has an end token; 0: the length limit cut it",

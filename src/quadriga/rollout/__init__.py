@@ -80,6 +80,7 @@ class Rollout:
         continues: it can pause a response and continue it later, under new weights too.
         in_flight: its weights may be received while it generates (`rollout.update`).
         file_names: its weights have the names and shapes of the model's files, not transformers'.
+        reports_routes: it can say which experts compute each token (`rollout.replay_routes`).
     """
 
     engine: ClassVar[str] = ""
@@ -87,6 +88,7 @@ class Rollout:
     continues: ClassVar[bool] = False
     in_flight: ClassVar[bool] = False
     file_names: ClassVar[bool] = False
+    reports_routes: ClassVar[bool] = False
     sampling_settings: ClassVar[frozenset[SamplingSetting]] = ALL_SETTINGS
 
     def __init__(self, settings: RolloutEngineConfig) -> None:

@@ -92,6 +92,8 @@ class RolloutOutput:
         finish_reason: B reasons.
         weight_versions: [B] int64, the version of the weights that sampled each row. One version
             sampled all tokens of a row, or the new ones of a `Continued` call.
+        routed_experts: [B, P + R, layers, K] int8 or int16, the experts of each token that this
+            call has computed, else -1; with `rollout.replay_routes`.
     """
 
     response_ids: Tensor
@@ -99,6 +101,7 @@ class RolloutOutput:
     rollout_log_probs: Tensor
     finish_reason: tuple[FinishReason, ...]
     weight_versions: Tensor
+    routed_experts: Tensor | None = None
 
 
 class RolloutEngine(ABC):

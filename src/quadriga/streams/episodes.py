@@ -158,7 +158,7 @@ class Episodes:
     def act(self, rows: Sequence[tuple[PromptGroup, int]], results: DataProto) -> None:
         """Give the turns that rows have written to their environments. `results`: the fields of
         these rows after their call."""
-        results.prefetch([*BEGUN_RESPONSES, fields.FINISHED])
+        results.prefetch([*begun_fields(results), fields.FINISHED])
         tokens_B, finished_B = _known(results).sum(1).tolist(), results.batch[fields.FINISHED]
         for place, (group, row) in enumerate(rows):
             number, episode = self._open(group, row)
@@ -307,8 +307,11 @@ class Episodes:
         tokens, places = no_tokens(len(rows), self.response_tokens), np.arange(len(rows))
         for place, (episode, answer, more, marker) in enumerate(rows):
             if episode.results is not None:
-                for name, tensor in tokens.items():
-                    tensor[place] = episode.of_row(name)
+                for name in begun_fields(episode.results):
+                    value = episode.of_row(name)
+                    if name not in tokens:  # the experts, which rows that begin do not have
+                        tokens[name] = value.new_full((len(rows), *value.shape), -1)
+                    tokens[name][place] = value
                 first = episode.tokens
                 columns = slice(first, first + len(more))
                 tokens[fields.RESPONSES][place, columns] = torch.tensor(more)
@@ -476,6 +479,11 @@ def _columns(group: PromptGroup, row: int) -> Mapping[str, object]:
         return columns
     known = fields.DATA_SOURCE, fields.REWARD_MODEL, fields.EXTRA_INFO  # a dataset of the user
     return {name: arrays[name][row] for name in known if name in arrays}
+
+
+def begun_fields(rows: DataProto) -> list[str]:
+    """Return the fields of rows with what they have so far."""
+    return [n for n in (*BEGUN_RESPONSES, fields.ROUTED_EXPERTS) if n in {*rows.batch.keys()}]
 
 
 def _known(rows: DataProto) -> torch.Tensor:

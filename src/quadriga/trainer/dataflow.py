@@ -331,9 +331,10 @@ def check_dataflow(stages: Iterable[StageFields]) -> None:
 
 def _generation(config: TrainConfig) -> StageFields:
     """The generation of a step."""
-    if config.agent.path is not None:
-        return PLAY_EPISODES
-    return CONTINUE_SEQUENCES if config.trainer.max_staleness else GENERATE_SEQUENCES
+    stage = CONTINUE_SEQUENCES if config.trainer.max_staleness else GENERATE_SEQUENCES
+    stage = stage if config.agent.path is None else PLAY_EPISODES
+    routes = (fields.ROUTED_EXPERTS,) if config.actor_rollout_ref.rollout.replay_routes else ()
+    return replace(stage, writes=(*stage.writes, *routes))
 
 
 def _score_responses(config: TrainConfig, custom_reward: bool) -> StageFields:

@@ -103,6 +103,11 @@ def _check_models(config: TrainConfig) -> None:
 
     policy = config.actor_rollout_ref
     rollout_of(policy.rollout).check_model(policy.model, planned_device(config.trainer))
+    if policy.rollout.replay_routes:
+        from quadriga.models.loading import model_without_weights
+        from quadriga.models.routes import Routers
+
+        Routers(model_without_weights(policy.model)).check()
     _check_reward_model_folder(config)
     check_models_of_engines(settings.role_engines(config))
 

@@ -191,6 +191,7 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         from quadriga.workers.updates import shuffle_seed, update_policy
 
         engine = self._engine("actor")
+        self._routes(data)
         return update_policy(
             engine,
             data,
@@ -281,15 +282,28 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
     ) -> Outputs:
         from quadriga.models.images import MultiModalRows
 
-        actor = self.config.actor
+        actor, names = self.config.actor, list(method_fields.MODEL_INPUTS)
         engine = actor.engine if use == "actor" else self._ref_settings()
+        names += self._routes(data) if use == "actor" else []
         return self._engine(use).forward(
-            {key: data.batch[key] for key in method_fields.MODEL_INPUTS},
+            {key: data.batch[key] for key in names},
             temperature=temperature,
             entropy=entropy,
             micro_batch_size=engine.forward_rows(actor.ppo_micro_batch_size_per_gpu),
             images=MultiModalRows.of(data),
         )
+
+    def _routes(self, data: DataProto) -> list[str]:
+        """Return the name of the field with the experts of the rollout, if the actor takes them.
+
+        Raises:
+            FieldError: the batch has no such field.
+        """
+        names = [fields.ROUTED_EXPERTS] * self.config.rollout.replay_routes
+        if not {*names} <= {*data.batch.keys()}:
+            problem = f"replay_routes=true needs the field {names[0]!r}; generate the rows again"
+            raise FieldError(problem, field=names[0])
+        return names
 
     def _temperature(self) -> float:
         """Return the temperature at which log-probabilities are computed.
@@ -428,15 +442,15 @@ def generate_batch(
         out = engine.generate(*request, images)
         known = out.response_mask
     else:
-        kept = keep, keep_ended
-        out, versions = _continued(engine, prompts, sampling, images, at_most, kept)
+        out, versions = _continued(engine, prompts, sampling, images, at_most, (keep, keep_ended))
         known = context_numbers(out.response_mask, versions)
         more[fields.TOKEN_VERSIONS] = versions
         more[fields.PAUSED] = torch.tensor([r == "paused" for r in out.finish_reason]).long()
+    if out.routed_experts is not None:
+        more[fields.ROUTED_EXPERTS] = out.routed_experts
     attention_mask = torch.cat([prompt_mask, known], dim=1)
     if images is not None:
         more[fields.POSITION_IDS] = images.followed_by(known)
-    finished = [reason == "stop" for reason in out.finish_reason]
     return DataProto.from_dict(
         tensors={
             fields.PROMPTS: prompt_ids,
@@ -447,7 +461,7 @@ def generate_batch(
             fields.ATTENTION_MASK: attention_mask,
             fields.POSITION_IDS: positions(attention_mask),
             fields.SEQUENCE_LENGTH: attention_mask.bool().sum(-1),
-            fields.FINISHED: torch.tensor(finished, dtype=torch.int64),
+            fields.FINISHED: torch.tensor([r == "stop" for r in out.finish_reason]).long(),
             fields.WEIGHT_VERSION: out.weight_versions,
             **more,
         }
@@ -475,6 +489,7 @@ def _continued(
     import torch
 
     from quadriga.models.images import MultiModalRows
+    from quadriga.models.routes import UNKNOWN
     from quadriga.rollout.base import Continued, RolloutOutput
 
     begun, limit = _begun_responses(prompts, sampling), sampling.max_new_tokens
@@ -502,7 +517,16 @@ def _continued(
     for name, tensor in zip(method_fields.BEGUN_RESPONSES, new, strict=True):
         begun[name][row, sampled[row] + column] = tensor[row, column]
     responses, mask, log_probs, versions = begun.values()
-    whole = RolloutOutput(responses, mask, log_probs, out.finish_reason, versions[:, 0])
+    routes = out.routed_experts
+    if routes is not None:
+        # A token keeps the experts of the call that has computed it first: its log-probability, or
+        # that of the token behind it, is of that call.
+        placed = torch.full_like(routes[:, :width], UNKNOWN)
+        placed[torch.arange(len(ids))[:, None], source] = routes[:, :width]
+        placed[row, width - limit + sampled[row] + column] = routes[row, width + column]
+        before = prompts.batch.get(fields.ROUTED_EXPERTS, placed)
+        routes = torch.where(before == UNKNOWN, placed, before)
+    whole = RolloutOutput(responses, mask, log_probs, out.finish_reason, versions[:, 0], routes)
     return whole, versions
 
 

@@ -43,7 +43,7 @@ way."""
 
 CONTINUE_SEQUENCES = replace(
     GENERATE_SEQUENCES,
-    reads_if_present=(*IMAGE_INPUTS, *BEGUN_RESPONSES, fields.GREEDY),
+    reads_if_present=(*IMAGE_INPUTS, *BEGUN_RESPONSES, fields.ROUTED_EXPERTS, fields.GREEDY),
     writes=(*GENERATE_SEQUENCES.writes, fields.TOKEN_VERSIONS, fields.PAUSED),
     drops=(*GENERATE_SEQUENCES.drops, fields.GREEDY),
 )
@@ -57,7 +57,7 @@ PLAY_EPISODES = replace(
 COMPUTE_LOG_PROB = StageFields(
     "compute_log_prob",
     reads=MODEL_INPUTS,
-    reads_if_present=IMAGE_INPUTS,
+    reads_if_present=(fields.ROUTED_EXPERTS, *IMAGE_INPUTS),
     writes=(fields.OLD_LOG_PROBS, fields.ENTROPYS),
 )
 COMPUTE_REF_LOG_PROB = StageFields(
@@ -80,7 +80,7 @@ UPDATE_ACTOR = StageFields(
     reads=(*MODEL_INPUTS, fields.ADVANTAGES),
     reads_if_present=(
         fields.OLD_LOG_PROBS, fields.REF_LOG_PROB, fields.ROLLOUT_IS_WEIGHTS,
-        fields.ROLLOUT_LOG_PROBS, fields.SELECTED_TOKENS, *IMAGE_INPUTS,
+        fields.ROLLOUT_LOG_PROBS, fields.SELECTED_TOKENS, fields.ROUTED_EXPERTS, *IMAGE_INPUTS,
     ),
     writes=(fields.PARTIALS,),
 )  # fmt: skip

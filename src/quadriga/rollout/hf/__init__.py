@@ -24,7 +24,7 @@ class HF(Rollout):
     """The reference, which needs no further package."""
 
     engine = "quadriga.rollout.hf.engine:HFRollout"
-    computes_images = continues = in_flight = True
+    computes_images = continues = in_flight = reports_routes = True
 
     def memory(self, model: ModelConfig, use: GenerationUse) -> EngineMemory:
         from quadriga.rollout.hf.memory import generation_memory

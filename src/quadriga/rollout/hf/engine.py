@@ -10,11 +10,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quadriga.config.schema import ModelConfig
+from quadriga.config.schema import ModelConfig, RolloutConfig
 from quadriga.models.architectures import architecture_of, is_listed
 from quadriga.models.images import MultiModalRows, check_images, image_tokens_of
 from quadriga.models.limits import context_window
 from quadriga.models.loading import load_causal_lm
+from quadriga.models.routes import Routers
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device
 from quadriga.rollout import Rollout
@@ -70,7 +71,9 @@ class HFRollout(RolloutEngine):
         self.module.requires_grad_(False)
         config = self.module.config
         self.prompts = architecture_of(config).prompts
-        self._cached = CachedModel(self.module, self.device)
+        policy = rollout.settings if isinstance(rollout.settings, RolloutConfig) else None
+        routers = Routers(self.module) if policy and policy.replay_routes else None
+        self._cached = CachedModel(self.module, self.device, routers)
         self._kept: list[KeptRows] = []
         """Rows that are to go on, the oldest first. An update of the weights clears it, so that no
         row finds a cache of other weights."""
@@ -100,7 +103,7 @@ class HFRollout(RolloutEngine):
         ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
         mask = torch.zeros(count, width, dtype=torch.int64)
         log_probs = torch.zeros(count, width)
-        stopped = torch.zeros(count, dtype=torch.bool)
+        stopped, routed = torch.zeros(count, dtype=torch.bool), None
         stop_strings = stop_strings_of(self.model, sampling.stop_strings)
         if continued and not keep:
             self._kept.clear()
@@ -120,6 +123,10 @@ class HFRollout(RolloutEngine):
                 generation.begin(prompt_ids[rows], attention_mask[rows], of_rows, kept, found)
                 generation.decode()
                 ids[rows], mask[rows], log_probs[rows], stopped[rows] = generation.collect()
+                if generation.routes is not None:
+                    if routed is None:
+                        routed = generation.routes.new_empty(count, *generation.routes.shape[1:])
+                    routed[rows] = generation.routes
                 if keep:
                     generation.pause()
                     self._kept += generation.kept
@@ -128,7 +135,8 @@ class HFRollout(RolloutEngine):
         reasons: list[FinishReason] = ["stop" if row else "length" for row in stopped.tolist()]
         ended = with_pauses(reasons, mask, sampling, begun)
         versions = torch.full((count,), self._version, dtype=torch.int64)
-        return RolloutOutput(ids, mask, log_probs, ended, versions)
+        routed = routed if routed is None else routed.clone().cpu()  # no tensor of this mode
+        return RolloutOutput(ids, mask, log_probs, ended, versions, routed)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_ready("score")

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from quadriga.errors import ModelError
 from quadriga.models.architectures import architecture_of
 from quadriga.models.images import MultiModalRows
+from quadriga.models.routes import UNKNOWN, Routers
 from quadriga.parallel.packing import first_row_with_same_prompt
 from quadriga.rollout.abilities import SamplingParams
 from quadriga.rollout.base import Continued
@@ -183,10 +184,13 @@ a row that was paused. The cache of a row that is not found is computed again.""
 
 
 class CachedModel:
-    """A model that continues sequences with a cache."""
+    """A model that continues sequences with a cache. With `routers` it records the experts of each
+    token."""
 
-    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
-        self.module = module
+    def __init__(
+        self, module: PreTrainedModel, device: torch.device, routers: Routers | None = None
+    ) -> None:
+        self.module, self.routers = module, routers
         self.device = device
         self._parameters = set(inspect.signature(module.forward).parameters)
         self.shares_prompts = kv_cache.use_decode_attention(module)
@@ -226,6 +230,8 @@ class CachedModel:
             "output_router_logits": False,
         }
         known = {name: value for name, value in arguments.items() if name in self._parameters}
+        if self.routers is not None:
+            self.routers.follow(None, record=True)
         logits: Tensor = self.module(**known, **(others or {})).logits
         return logits[:, -1]
 
@@ -294,6 +300,8 @@ class Generation:
 
     Attributes:
         kept: the rows that a later call may continue.
+        routes: [b, P + R, L, K], the experts of each token that was computed, else `UNKNOWN`; None:
+            they are not recorded.
     """
 
     rows: Caches
@@ -326,6 +334,7 @@ class Generation:
             sampling.end_token_ids, dtype=torch.int64, device=self.device
         )
         self.kept: list[KeptRows] = []
+        self.routes: Tensor | None = None
         self.keeps_ended = continued.keep_ended and model.adds_several and bool(keys)
 
     def begin(
@@ -343,6 +352,7 @@ class Generation:
             found: the rows that are among them, in order. The other prompts are computed.
         """
         self.begun = begun_responses(prompt_ids, self.sampled)
+        self.prompt_columns = prompt_ids.shape[1]
         parts: list[tuple[Caches, Tensor, Tensor]] = []
         for _, own in groupby(found, lambda one: one.size):
             parts.append(self._added(prompt_ids, kept, [*own]))
@@ -350,7 +360,7 @@ class Generation:
         rows = torch.tensor([i for i in range(len(prompt_ids)) if i not in {*old}])
         if len(rows):
             of_rows = None if images is None else images.select(rows)
-            parts.append(self._prefilled(prompt_ids[rows], attention_mask[rows], of_rows))
+            parts.append(self._prefilled(rows, prompt_ids[rows], attention_mask[rows], of_rows))
         caches, logits, positions = zip(*parts, strict=True)
         self.rows = _joined(caches)
         self.logits, self.positions = torch.cat(logits), torch.cat(positions)
@@ -379,12 +389,17 @@ class Generation:
         ids = prompt_ids[[one.row for one in found], -most:].to(self.device).masked_fill(~new, 0)
         positions = first[:, None] + offsets.clamp(min=0)
         logits = self.model.forward(rows.cache, ids, positions, rows.arguments(new))
+        self._note_routes(torch.tensor([one.row for one in found]), new, self.prompt_columns - most)
         return rows, logits, first + added
 
     def _prefilled(
-        self, prompt_ids: Tensor, attention_mask: Tensor, images: MultiModalRows | None = None
+        self,
+        rows: Tensor,
+        prompt_ids: Tensor,
+        attention_mask: Tensor,
+        images: MultiModalRows | None = None,
     ) -> tuple[Caches, Tensor, Tensor]:
-        """Run the model on the distinct prompts, which the rows continue.
+        """Run the model on the distinct prompts, which the rows with these numbers continue.
 
         Prompts with equal tokens and different images are distinct.
         """
@@ -416,6 +431,7 @@ class Generation:
         cache = self.model.new_cache()
         ids = prompts[distinct].to(self.device)
         logits = self.model.forward(cache.cache, ids, positions, others)
+        self._note_routes(rows, prompt_mask, first_column, prompt_of_row)
         cache.begin_rows(prompt_of_row, prompt_mask if padded else None)
         logits, following = (x.index_select(0, prompt_of_row) for x in (logits, following))
         return cache, logits, following
@@ -474,7 +490,31 @@ class Generation:
         ids, positions = self.token[:, None], self.positions[:, None]
         others = self.rows.arguments(torch.ones_like(ids, dtype=torch.bool))
         self.logits = self.model.forward(self.rows.cache, ids, positions, others)
+        self._note_routes(self.active, self.running[:, None], self.prompt_columns + self.t)
         self.positions = self.positions + 1
+
+    def _note_routes(
+        self, rows: Tensor, computed: Tensor, first: int, source: Tensor | None = None
+    ) -> None:
+        """Keep the experts of the pass that the model has just made, if they are recorded.
+
+        Args:
+            rows: [b], whose tokens it has computed.
+            computed: [p, t] bool: where there is a token.
+            first: the column of the first one, in prompts and responses.
+            source: [b], the row of `computed` that each row has; None: its own.
+        """
+        if self.model.routers is None:
+            return
+        chosen = self.model.routers.chosen()
+        if self.routes is None:
+            columns = self.prompt_columns + self.width
+            shape = (len(self.ids), columns, *chosen.shape[1:])
+            self.routes = chosen.new_full(shape, UNKNOWN)
+        found = chosen.view(*computed.shape, *chosen.shape[1:])
+        found = found.masked_fill(~computed[:, :, None, None], UNKNOWN)
+        found = found if source is None else found[source]
+        self.routes[rows.to(self.device), first : first + found.shape[1]] = found
 
     def pause(self) -> None:
         """Set the rows aside that have not ended, and with `keeps_ended` the other ones, too."""

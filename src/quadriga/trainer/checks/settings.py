@@ -330,7 +330,7 @@ def check_train_settings(config: TrainConfig) -> None:
         if found.optim is not None:
             refuse(config, warmup_problems(found.optim_key, found.optim))
     checks = (_reward_model, _responses, _batches, _old_log_probs, _algorithm, _skipped_rows)
-    for check in (*checks, _full_kl, _replay, _streams, _weights_in_flight, _snapshots):
+    for check in (*checks, _full_kl, _routes, _replay, _streams, _weights_in_flight, _snapshots):
         refuse(config, check(config))
     most = config.data.max_response_length
     refuse(config, _agent(config, policy.rollout, config.reward, most, "data."))
@@ -637,6 +637,17 @@ def _full_kl(config: TrainConfig) -> Problems:
     if not kind_of(actor.engine).computes_full_kl:
         name = f"{ACTOR}.engine.name={actor.engine.name}"
         yield key, f"is not built for {name}; set it to k3, or name=fsdp"
+
+
+def _routes(config: TrainConfig) -> Problems:
+    """Yield engines that do not say which experts compute a token, or cannot take them."""
+    rollout, engine = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.engine
+    key, set_false = f"{ROLLOUT}.replay_routes", "set it to false, or name="
+    if rollout.replay_routes and not rollout_of(rollout).reports_routes:
+        lacks = "which does not say which experts compute a token"
+        yield key, f"is not built for {ROLLOUT}.name={rollout.name}, {lacks}; {set_false}hf"
+    if rollout.replay_routes and not kind_of(engine).replays_routes:
+        yield key, f"is not built for {ACTOR}.engine.name={engine.name}; {set_false}fsdp"
 
 
 def _replay(config: TrainConfig) -> Problems:
