@@ -66,6 +66,19 @@ def test_a_killed_deletion_of_an_old_checkpoint_leaves_nothing_for_ever(tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
 
 
+def test_a_rank_of_a_lost_node_that_still_writes_changes_no_later_save_of_the_step(tmp_path):
+    """Its node may be cut off from the controller, which has gone back, but not from the files."""
+    lost, again = begin_checkpoint(tmp_path, 6), begin_checkpoint(tmp_path, 6)
+    files = []
+    for folder, content in ((again, 2.0), (lost, 1.0)):
+        (folder / "actor").mkdir(parents=True, exist_ok=True)
+        path = folder / "actor" / "0.safetensors"
+        files.append(write_tensors(path, {"x": torch.full((3,), content)}).under("actor"))
+    found = commit_checkpoint(again, files[:1])
+    verify_checkpoint(found)
+    assert torch.equal(files_of(found / "actor" / "0.safetensors"), torch.full((3,), 2.0))
+
+
 @pytest.mark.parametrize(("moment", "left"), [(1, [1, 2, 3]), (2, [1, 2])])
 def test_a_kill_while_later_steps_are_set_aside_leaves_the_steps_before_them(
     tmp_path, monkeypatch, moment, left

@@ -1,6 +1,7 @@
 """The checkpoints of a run: begun under another name, committed by a rename, checked and pruned.
 
-    root/global_step_20.partial/      being written, never read
+    root/global_step_20.5c1e….partial/  being written, never read; each save has a name of its own,
+                                      as a rank of a lost node may still write into an earlier one
     root/global_step_20/              complete: its marker, written last, lists every file
     root/global_step_20.replaced/     an older checkpoint of the same step, while it is replaced
     root/global_step_20.set_aside/    of a step after the one that a run was resumed at, never read
@@ -47,6 +48,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,7 +86,7 @@ def begin_checkpoint(root: str | Path, step: int) -> Path:
     What a process that was killed has left of a checkpoint, of this or another step, is deleted.
     Raises `InputError` if the folder cannot be created.
     """
-    partial = step_folder(root, step).with_suffix(".partial")
+    partial = step_folder(root, step).with_suffix(f".{secrets.token_hex(4)}.partial")
     with writing(partial):
         for left in partial.parent.glob("global_step_*.partial"):
             remove(left)
@@ -110,7 +112,7 @@ def commit_checkpoint(
     check_visible(partial, files)
     # Order matters: the content is on disk before the marker says so, and the marker before the
     # rename makes the folder visible. The ranks have flushed their files.
-    final = partial.with_suffix("")
+    final = partial.with_name(partial.name.partition(".")[0])
     step = int(final.name.removeprefix("global_step_"))
     with writing(final):
         for folder in {(partial / file.name).parent for file in files}:
