@@ -94,6 +94,11 @@ def begin_checkpoint(root: str | Path, step: int) -> Path:
     return partial
 
 
+def final_folder(partial: Path) -> Path:
+    """Return what `commit_checkpoint` renames a folder of `begin_checkpoint` to."""
+    return partial.with_name(partial.name.partition(".")[0])
+
+
 def commit_checkpoint(
     partial: Path, files: Iterable[SavedFile], info: Mapping[str, object] | None = None
 ) -> Path:
@@ -112,7 +117,7 @@ def commit_checkpoint(
     check_visible(partial, files)
     # Order matters: the content is on disk before the marker says so, and the marker before the
     # rename makes the folder visible. The ranks have flushed their files.
-    final = partial.with_name(partial.name.partition(".")[0])
+    final = final_folder(partial)
     step = int(final.name.removeprefix("global_step_"))
     with writing(final):
         for folder in {(partial / file.name).parent for file in files}:

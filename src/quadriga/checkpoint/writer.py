@@ -177,7 +177,7 @@ class _Commit(threading.Thread):
         self.give_up = threading.Event()
         self.error: Exception | None = None
         self.seconds = 0.0  # until it was committed
-        self.folder = partial.with_suffix("")
+        self.folder = folders.final_folder(partial)
         self._writer, self._began = writer, began
         self._partial, self._files, self._info = partial, files, info
 
