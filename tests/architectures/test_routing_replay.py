@@ -1,6 +1,7 @@
 """Experts of the rollout, recorded by the engine hf and taken again in training."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import naive_loop
 import pytest
@@ -19,7 +20,7 @@ from quadriga.models.routes import CHOOSE_OTHERWISE, UNKNOWN, Routers
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import rollout_of
 from quadriga.rollout.base import SamplingParams
-from quadriga.workers.actor_rollout_ref import generate_batch
+from quadriga.workers.actor_rollout_ref import ActorRolloutRefWorker, generate_batch
 from quadriga.workers.method_fields import BEGUN_RESPONSES
 
 TOLERANCE = 3e-4
@@ -147,6 +148,10 @@ def test_rows_without_experts_are_refused(tmp_path):
     batch[ROUTES][1, PROMPT_WIDTH - 2] = UNKNOWN
     with pytest.raises(FieldError, match="row 1 lacks them at 1 tokens"):
         check_fields(batch)
+    del batch[ROUTES]
+    worker = SimpleNamespace(config=SimpleNamespace(rollout=RolloutConfig(replay_routes=True)))
+    with pytest.raises(FieldError, match="needs the field 'routed_experts'"):
+        ActorRolloutRefWorker._routes(worker, DataProto.from_dict(batch))
 
 
 def has_experts(model_type):
