@@ -148,6 +148,9 @@ def test_rows_without_experts_are_refused(tmp_path):
     batch[ROUTES][1, PROMPT_WIDTH - 2] = UNKNOWN
     with pytest.raises(FieldError, match="row 1 lacks them at 1 tokens"):
         check_fields(batch)
+    batch["attention_mask"] = mask = batch["attention_mask"].clone()
+    mask[1, PROMPT_WIDTH - 1 :] *= 2  # another context begins
+    check_fields(batch)
     del batch[ROUTES]
     worker = SimpleNamespace(config=SimpleNamespace(rollout=RolloutConfig(replay_routes=True)))
     with pytest.raises(FieldError, match="needs the field 'routed_experts'"):

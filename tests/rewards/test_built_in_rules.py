@@ -146,6 +146,7 @@ def test_a_stated_letter_is_read_and_free_text_is_not() -> None:
     read = [(row["letter"], chosen_letter(row["text"]), row["text"]) for row in CHOICES]
     assert sum(letter is not None for _, letter, _ in read) > 230
     assert len([row for row in read if row[1] not in (row[0], None)]) <= 7
+    assert chosen_letter(r"The answer is A. Wait. So $\boxed{C}$ holds") == "C"
     assert chosen_letter("answer" + "\n" * 100_000) is chosen_letter("answer: " * 100_000) is None
 
 

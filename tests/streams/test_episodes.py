@@ -11,7 +11,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ModelError, RolloutError
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
-from quadriga.streams.episodes import Episodes
+from quadriga.streams.episodes import Episodes, with_routes
 from quadriga.streams.playing import EpisodeGenerator
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replicas
@@ -161,3 +161,11 @@ def test_a_row_whose_environment_is_slow_does_not_keep_the_others_of_its_call():
     assert results.batch[fields.TOKEN_VERSIONS].tolist() == [calls[7]]
     pool.waiting = [slow]
     assert own.collect() == [] and own.complete() == [group]
+
+
+def test_rows_that_begin_are_joined_with_rows_whose_experts_are_known():
+    old = answered([[0, 0]]).union(
+        DataProto.from_dict({fields.ROUTED_EXPERTS: torch.ones(1, R, 2, 1, dtype=torch.int8)})
+    )
+    joined = DataProto.concat(with_routes([answered([[0]]), old]))
+    assert joined.batch[fields.ROUTED_EXPERTS].flatten(1).tolist() == [[-1] * 2 * R, [1] * 2 * R]

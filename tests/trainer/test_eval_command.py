@@ -174,6 +174,11 @@ class Environment:
 """
 
 
+def test_scores_that_a_file_has_of_episodes_do_not_stand_for_the_reward(evaluate):
+    folder = evaluate([row(GSM, "7", "#### 6") | {"episodes": [{"score": 1.0}]}]).folder
+    assert [sample["score"] for sample in read_jsonl(folder / "samples.jsonl")] == [0.0]
+
+
 def test_an_evaluation_plays_the_episodes_of_a_validation(of_model, tiny_task, tmp_path):
     (tmp_path / "game.py").write_text(ENVIRONMENT)
     played = [f"agent.path={tmp_path / 'game.py'}", "agent.max_turn_tokens=4", "n=2",
@@ -202,5 +207,7 @@ def test_an_evaluation_plays_the_episodes_of_a_validation(of_model, tiny_task, t
     (tmp_path / "game.py").write_text(ENVIRONMENT + "\n")
     with pytest.raises(ConfigError, match=r"content of agent\.path"):
         of_model(*played)
+    with pytest.raises(ConfigError, match=r"agent\.on_error.* leaves samples out of an update"):
+        of_model(*played, "agent.on_error=mask")
     with pytest.raises(ConfigError, match="response_files are not played"):
         of_model(*played, f"response_files={folder / 'responses.jsonl'}", "data_files=")

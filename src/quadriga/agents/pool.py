@@ -237,8 +237,9 @@ class EpisodePool:
 
     def answers(self) -> list[Answer]:
         """Return the answers that have come."""
-        # Again, because a process that has died is replaced meanwhile, which takes seconds.
-        while ready := wait([host.process.connection for host in self._hosts], 0):
+        # Twice, because a process that has died is replaced meanwhile, which takes seconds.
+        for _ in range(2):
+            ready = wait([host.process.connection for host in self._hosts], 0)
             for host in [host for host in self._hosts if host.process.connection in ready]:
                 self._received(host)
         now = time.monotonic()

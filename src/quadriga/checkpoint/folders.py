@@ -53,6 +53,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -89,7 +90,8 @@ def begin_checkpoint(root: str | Path, step: int) -> Path:
     partial = step_folder(root, step).with_suffix(f".{secrets.token_hex(4)}.partial")
     with writing(partial):
         for left in partial.parent.glob("global_step_*.partial"):
-            remove(left)
+            with suppress(OSError):  # a rank that was cut off may write into it now
+                remove(left)
         partial.mkdir(parents=True)
     return partial
 

@@ -56,10 +56,12 @@ def check_fields(batch: Batch) -> None:
             )
     if (routes := batch.get(fields.ROUTED_EXPERTS)) is None:
         return
-    # All tokens before the last target of a row have a part in its log-probabilities.
+    # All tokens before the last target of a row have a part in its log-probabilities, but for the
+    # last one of a context: what is behind it has another number in the mask, and does not see it.
     mask, targets = batch[fields.ATTENTION_MASK], batch[fields.RESPONSE_MASK]
     behind = torch.nn.functional.pad(targets, (mask.shape[1] - targets.shape[1] - 1, 0))
     needed = behind.flip(1).cumsum(1).flip(1).bool() & mask[:, :-1].bool()
+    needed &= mask[:, 1:] == mask[:, :-1]
     lacking = (needed & (routes[:, :-1] < 0).flatten(2).any(-1)).sum(1)
     if lacking.any():
         raise FieldError(

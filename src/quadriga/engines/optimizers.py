@@ -257,7 +257,7 @@ class ShardedOptimizer:
         return {name: tensor for rule in self.rules for name, tensor in rule.tensors().items()}
 
     def scalars(self) -> dict[str, object]:
-        """Return what a checkpoint holds beside the tensors: counts, and which optimizer it is."""
+        """Return what a checkpoint holds beside the tensors: counts, and the factor of the rate."""
         made = self.step_count - self.skipped
         return {
             "step": self.step_count,

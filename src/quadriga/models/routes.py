@@ -53,7 +53,7 @@ class Routers(TorchFunctionMode):
             layer.forward = partial(self._compute, number, layer.forward)
             sizes += [p.shape[0] for p in experts.parameters() if p.dim() == 3]
         self.experts = max(sizes)
-        self.dtype = torch.int8 if self.experts <= torch.iinfo(torch.int8).max else torch.int16
+        self.dtype = torch.int8 if self.experts - 1 <= torch.iinfo(torch.int8).max else torch.int16
         self._follows, self._layer = False, 0
         self._routes: Tensor | None = None
         self._chosen: dict[int, Tensor] = {}

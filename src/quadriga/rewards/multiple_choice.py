@@ -32,7 +32,8 @@ def chosen_letter(solution: str) -> str | None:
     Answer: A dog                              None
     A) 3 B) 4 C) 5                             None
     """
-    text = _SIGNS.sub("", after_thoughts(solution))
+    # A brace ends a box: `\\boxed{B} holds`.
+    text = _SIGNS.sub(lambda sign: "\n" * (sign[0] == "}"), after_thoughts(solution))
     stated = [*_STATED.finditer(text)]
     found = stated[-1] if stated else _ALONE.fullmatch(text)
     return found[found.lastindex or 0] if found else None

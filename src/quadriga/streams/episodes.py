@@ -227,7 +227,12 @@ class Episodes:
 
     def held(self, group: PromptGroup) -> list[DataProto]:
         """Return what the rows of a group that wait for their environments have."""
-        return [results for own, _, results in self.waiting() if own is group]
+        found = list[DataProto]()
+        for e in self._rows.values():
+            if e.group is group and e.waits and e.results is not None:
+                e.results, e.place = e.results.select_idxs([e.place]), 0  # the caller fetches it
+                found.append(e.results)
+        return found
 
     def waiting(self) -> list[tuple[PromptGroup, Rows, DataProto]]:
         """Return the rows that wait for their environments, with their fields, for a checkpoint."""
@@ -484,6 +489,17 @@ def _columns(group: PromptGroup, row: int) -> Mapping[str, object]:
 def begun_fields(rows: DataProto) -> list[str]:
     """Return the fields of rows with what they have so far."""
     return [n for n in (*BEGUN_RESPONSES, fields.ROUTED_EXPERTS) if n in {*rows.batch.keys()}]
+
+
+def with_routes(parts: list[DataProto]) -> list[DataProto]:
+    """Return the rows with the field of their experts, if some have it: others have none yet."""
+    name = fields.ROUTED_EXPERTS
+    known = [part for part in parts if name in part.batch.keys()]  # noqa: SIM118
+    if known:
+        one = known[0][:1].batch[name]
+        for part in parts:
+            part.batch.setdefault(name, one.new_full((len(part), *one.shape[1:]), -1))
+    return parts
 
 
 def _known(rows: DataProto) -> torch.Tensor:

@@ -33,7 +33,7 @@ from quadriga.protocol import (
     pad_dataproto_to_divisor,
     unpad_dataproto,
 )
-from quadriga.streams.episodes import Episodes, Paused, Rows, begun_fields, no_tokens
+from quadriga.streams.episodes import Episodes, Paused, Rows, begun_fields, no_tokens, with_routes
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.replicas import Replica, Replicas
 
@@ -258,7 +258,7 @@ class SlicedGeneration:
             if new:
                 count = len(rows) - sum(map(len, tokens))
                 tokens.append(DataProto.from_dict(no_tokens(count, self.response_tokens)))
-            rows = rows.union(DataProto.concat(_with_routes(tokens)))
+            rows = rows.union(DataProto.concat(with_routes(tokens)))
         of_rank = -(-self.rows // replica.group.world_size)
         rows.meta_info |= {"at_most": self.slice_tokens, "keep": min(of_rank, self.kept_rows)}
         rows.meta_info["keep_ended"] = self.episodes is not None
@@ -377,17 +377,6 @@ class SlicedGeneration:
             raise error
         self.replicas.lose(replica, error)
         self.reclaim()
-
-
-def _with_routes(parts: list[DataProto]) -> list[DataProto]:
-    """Return the rows with the field of their experts, if some have it: others have none yet."""
-    name = fields.ROUTED_EXPERTS
-    known = [part for part in parts if name in part.batch.keys()]  # noqa: SIM118
-    if known:
-        one = known[0][:1].batch[name]
-        for part in parts:
-            part.batch.setdefault(name, one.new_full((len(part), *one.shape[1:]), -1))
-    return parts
 
 
 def _readable(parts: Sequence[DataProto]) -> bool:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from quadriga.checkpoint.files import SavedFile, digest_file, write_tensors
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
-from quadriga.streams.episodes import Paused
+from quadriga.streams.episodes import Paused, with_routes
 from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
 
@@ -45,13 +45,14 @@ def save_groups(
     groups, ready, episodes = list(queue.groups.values()), queue.complete, generation.episodes
     if episodes is not None:
         generation.paused += episodes.settle()
+    begun = with_routes([part.tokens for part in generation.paused])
     parts: dict[str, Sequence[tuple[PromptGroup, Iterable[int], DataProto]]] = {
         _PROMPTS: [(g, range(len(g.prompts)), without_images(g.prompts)) for g in groups],
         _READY: [
             (g, range(len(b)), without_images(b)) for g in ready if (b := g.batch) is not None
         ],
         _ENDED: [(g, *answer) for g in groups if g not in ready for answer in g.answers],
-        _BEGUN: [(part.group, part.rows, part.tokens) for part in generation.paused],
+        _BEGUN: [(p.group, p.rows, own) for p, own in zip(generation.paused, begun, strict=True)],
         _ACTING: [] if episodes is None else episodes.waiting(),
     }
     files = []

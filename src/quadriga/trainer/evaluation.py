@@ -610,7 +610,7 @@ def run_evaluation(config: EvalConfig) -> Evaluation:
             write_responses(config, prompts, str(folder / RESPONSES))
             written = zip(rows_of(folder / RESPONSES), prompts, strict=True)
             rows = ({**row, fields.COLUMNS: item.get(fields.COLUMNS)} for row, item in written)
-        scored = list(_score(rows, reward, folder))
+        scored = list(_score(rows, reward, folder, played=config.agent.path is not None))
         failed = sum(count for _, count in scored)
         reward.check_any(samples=sum(len(prompt.scores) for prompt, _ in scored))
     ks, correct_at = tuple(config.pass_at), config.correct_at
@@ -673,15 +673,16 @@ def _check_folder(folder: Path, inputs: Inputs, *, overwrite: bool) -> None:
 
 
 def _score(
-    rows: Iterable[JsonObject], reward: RewardManager, folder: Path
+    rows: Iterable[JsonObject], reward: RewardManager, folder: Path, *, played: bool
 ) -> Iterator[tuple[PromptScores, int]]:
-    """Yield the scores of each prompt with its failed responses, and write the samples."""
+    """Yield the scores of each prompt with its failed responses, and write the samples. `played`:
+    the environments of the responses have scored them."""
     with replacing(folder / SAMPLES) as fresh, closing(JsonlFile(fresh)) as file:
         read = iter(rows)
         while some := list(islice(read, _TOGETHER)):
             texts: list[list[str]] = [row[fields.RESPONSES] for row in some]
             every = [(row, text) for row, own in zip(some, texts, strict=True) for text in own]
-            if EPISODES in some[0]:  # their environments have scored them
+            if played:
                 outcomes = [_outcome(episode) for row in some for episode in row[EPISODES]]
                 answers: Sequence[str | None] = [None] * len(every)
             else:

@@ -90,7 +90,7 @@ class SGLangRollout(RolloutEngine):
         self._released: frozenset[str] = frozenset()  # kinds of device memory
         self._device = place
         given = self._options.weight_handles
-        by_handle = place.type != "cpu" and self._options.url is None if given is None else given
+        by_handle = place.type == "cuda" and self._options.url is None if given is None else given
         self._handles = self._options.tensor_parallel * by_handle
         self._transport = launch.start()
         self._dtypes = dict.fromkeys(self._shapes, dtype)

@@ -75,7 +75,7 @@ class SGLangOptions:
             run side by side.
         bucket_mb: MiB of weights that are sent at once.
         weight_handles: SGLang maps the memory of a bucket (CUDA IPC; on a CPU a file in shared
-            memory) in place of receiving its bytes; None: on an accelerator, for an SGLang that is
+            memory) in place of receiving its bytes; None: on a CUDA device, for an SGLang that is
             started here.
         start_timeout_s, call_timeout_s, generate_timeout_s: deadlines, in seconds, of the start; of
             a call that generates nothing; and of one request of `request_rows` rows.

@@ -371,6 +371,8 @@ def _generation(config: GenerationConfig) -> Problems:
     yield from _not_trained("model", config.model)
     reward = config.reward if isinstance(config, EvalConfig) else RewardConfig()
     yield from _agent(config, rollout, reward, config.max_response_length)
+    if config.agent.on_error == "mask":
+        yield "agent.on_error", "leaves samples out of an update; set it to zero or fail"
 
 
 def _evaluation(config: EvalConfig) -> Problems:
