@@ -78,7 +78,7 @@ def an_error(error: Exception) -> Callable[[], None]:
 
 def the_table_of_eval() -> None:
     summary = SourceSummary(HOSTILE, 1, 1, {"pass@1": Estimate(0.5, None, None)})
-    done = Evaluation(Path(HOSTILE), (summary,), 0, 0)
+    done = Evaluation(Path(HOSTILE), (summary,), 0, 0, {f"agent/{HOSTILE}": 1.0})
     with mock.patch("quadriga.trainer.evaluation.run_evaluation", return_value=done):
         show_evaluation(EvalConfig())
 

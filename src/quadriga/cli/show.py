@@ -68,7 +68,7 @@ def show_evaluation(config: EvalConfig) -> None:
         console.print(f"{done.failed} responses count as 0, because their reward function failed")
     if done.agent:
         means = ", ".join(f"{name} {value:.3f}" for name, value in done.agent.items())
-        console.print(f"means over the episodes: {means}", soft_wrap=True)
+        console.print(shown(f"means over the episodes: {means}"), soft_wrap=True)
     console.print(shown(f"results and samples are in {done.folder}"), soft_wrap=True)
 
 
