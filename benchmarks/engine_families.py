@@ -85,19 +85,12 @@ MIXTURES = (
 
 def write_model(family: str, folder: Path) -> str:
     """Write a model with random weights, norms and biases included."""
-    import torch
-    from agreement import SIZES
+    import agreement
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SIZES | FAMILIES[family])
-    model = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name or "bias" in name:
-                parameter += 0.1 * torch.randn(parameter.shape)
-    model.save_pretrained(folder)
-    return str(folder)
+    config = AutoConfig.for_model(family, **agreement.SIZES | FAMILIES[family])
+    agreement.MODELS[family] = lambda: AutoModelForCausalLM.from_config(config)
+    return agreement.write_model(family, folder)
 
 
 def compare(engine: str, family: str, part: str, folder: Path) -> dict[str, float]:

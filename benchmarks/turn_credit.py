@@ -54,7 +54,8 @@ def play(table: torch.Tensor, number: int, generator: torch.Generator) -> list[T
 
 
 def advantages(games: list[list[Turn]], estimator: str) -> torch.Tensor:
-    """Return those of all tokens. A guess is one token, an answer two: columns 0, 3, 6, … guess."""
+    """Return the advantages of all tokens. A guess is one token and an answer two, so the columns
+    0, 3, 6, … are guesses."""
     ids, mask, rewards = (torch.zeros(len(games), 3 * TURNS) for _ in range(3))
     for i, game in enumerate(games):
         for k, ((low, high), guess, reward) in enumerate(game):

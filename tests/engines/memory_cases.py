@@ -131,7 +131,7 @@ def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
 @cache
 def planned(case: Case, folder: Path, ranks: int) -> EngineMemory:
     rows = replace(ROWS, micro_batch=case.micro_batch, entropy=case.entropy)
-    use = TrainingUse("lm", ranks, "cpu", rows, rows, OptimConfig())
+    use = TrainingUse("lm", ranks, "cpu", rows, rows)
     with patch.object(sharding, "MIN_UNIT_PARAMETERS", case.unit):
         return fsdp_memory(*settings(case, folder), use)
 

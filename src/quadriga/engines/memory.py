@@ -21,13 +21,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
+from quadriga.config.schema import EngineConfig, ModelConfig
 from quadriga.engines import sharding
 from quadriga.engines.base import EntropyUse, HeadKind
 from quadriga.engines.loading import simulated_model, whole_load_reason
@@ -103,7 +103,6 @@ class TrainingUse:
     device_type: str
     update: Rows | None
     evaluate: Rows | None
-    optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
     def device(self) -> torch.device:

@@ -206,7 +206,8 @@ class Episodes:
         return paused
 
     def _release(self) -> None:
-        """Let go of calls most of whose rows have gone on: a slow environment would keep them."""
+        """Copy the rows that are left of calls most of whose rows have ended. Otherwise one slow
+        environment would keep the fields of all rows of its call in memory."""
         held = dict[int, list[_Episode]]()
         for episode in list(self._rows.values()):
             held.setdefault(id(episode.results), []).append(episode)

@@ -342,8 +342,8 @@ def this_node() -> str:
 
 def actor_on_node(cls: type, node: str, **options: object) -> RankActor:
     """Start an actor without resources on a node, or with `get_if_exists` return the one that has
-    the `name`. An actor ends with the handle that has started it: those by its name do not
-    count."""
+    the `name`. An actor ends with the handle that has started it; handles got by its name do
+    not keep it."""
     options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     factory = cast("ActorFactory", ray.remote(cls))
     return factory.options(num_cpus=0, **options).remote()

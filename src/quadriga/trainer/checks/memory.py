@@ -417,8 +417,7 @@ def state_copies(trainer: schema.RunConfig) -> int:
 def _engine_memory(
     found: RoleEngine, ranks: int, device_type: str, update: Rows | None, evaluate: Rows | None
 ) -> EngineMemory:
-    optim = found.optim or schema.OptimConfig()
-    use = TrainingUse(found.head, ranks, device_type, update, evaluate, optim)
+    use = TrainingUse(found.head, ranks, device_type, update, evaluate)
     return engine_memory(found.model, found.engine, use)
 
 
