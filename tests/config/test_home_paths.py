@@ -11,21 +11,11 @@ import fsspec
 import pytest
 
 from quadriga.cli.main import COMMANDS, PLANNED, main
+from quadriga.config import schema
 from quadriga.config.commands import EvalConfig, SFTConfig
 from quadriga.config.convert import is_settings, walk_keys
 from quadriga.config.loading import load_config, to_yaml
 from quadriga.config.paths import PathSettings, absolute_paths, local_path
-from quadriga.config.schema import (
-    AgentConfig,
-    AlgorithmConfig,
-    DataConfig,
-    DatasetClassConfig,
-    ModelConfig,
-    RewardConfig,
-    SamplerConfig,
-    TrainConfig,
-    TrainerConfig,
-)
 from quadriga.errors import ConfigError, DataError
 from quadriga.trainer.checkpoints import inputs_of
 from quadriga.trainer.preflight import check_files
@@ -72,8 +62,12 @@ def test_every_setting_with_the_name_of_a_path_is_one(cls):
 @pytest.mark.parametrize(
     ("cls", "given", "key"),
     [
-        (TrainConfig, "trainer.default_local_dir=~/x", "trainer.default_local_dir"),
-        (TrainConfig, "actor_rollout_ref.model.lora.path=~/x", "actor_rollout_ref.model.lora.path"),
+        (schema.TrainConfig, "trainer.default_local_dir=~/x", "trainer.default_local_dir"),
+        (
+            schema.TrainConfig,
+            "actor_rollout_ref.model.lora.path=~/x",
+            "actor_rollout_ref.model.lora.path",
+        ),
         (SFTConfig, "reward.path=~/x", "reward.path"),
         (EvalConfig, "output=~/x", "output"),
     ],
@@ -91,7 +85,7 @@ def test_one_path_from_the_command_line_and_from_a_file(home, cls, given, key):
 
 def test_lists_of_paths_and_the_parts_of_the_reward(home):
     config = load_config(
-        TrainConfig,
+        schema.TrainConfig,
         [
             "data.train_files=['~/a.parquet',b.parquet]", "algorithm.user_files=['~/mine.py']",
             "reward.parts={own: {path: '~/rule.py', name: '~f'}, exact: {weight: 1.0}}",
@@ -101,21 +95,21 @@ def test_lists_of_paths_and_the_parts_of_the_reward(home):
     assert config.algorithm.user_files == [str(home / "mine.py")]
     own = {"path": str(home / "rule.py"), "name": "~f"}
     assert config.reward.parts == {"own": own, "exact": {"weight": 1.0}}
-    one = load_config(TrainConfig, ["data.train_files=~/a.parquet"]).data.train_files
+    one = load_config(schema.TrainConfig, ["data.train_files=~/a.parquet"]).data.train_files
     assert one == [str(home / "a.parquet")]
     with pytest.raises(ConfigError, match=r"at: '~'; quote a path with ~ in a list: \['~/a"):
-        load_config(TrainConfig, ["data.train_files=[~/a.parquet]"])
+        load_config(schema.TrainConfig, ["data.train_files=[~/a.parquet]"])
 
 
 def test_names_that_are_no_paths_of_the_home_folder_stay(tmp_path):
     for path in ("hf://owner/~name", "a/~/b", "", "~no such user/b", "a:/b", "./exp:/b"):
-        assert ModelConfig(path=path).path == path
+        assert schema.ModelConfig(path=path).path == path
         assert local_path(path, hub=True) == path
-    assert TrainerConfig(resume_mode="auto").resume_mode == "auto"
-    assert absolute_paths(ModelConfig(path="hf://owner/~name")).path == "hf://owner/~name"
+    assert schema.TrainerConfig(resume_mode="auto").resume_mode == "auto"
+    assert absolute_paths(schema.ModelConfig(path="hf://owner/~name")).path == "hf://owner/~name"
+    files = schema.DataConfig(train_files=["~no such user/a"]).train_files
     with pytest.raises(DataError, match=r"data\.train_files: no such file: ~no such user/a"):
-        check_files(DataConfig(train_files=["~no such user/a"]).train_files, "data.train_files",
-                    needed=True)  # fmt: skip
+        check_files(files, "data.train_files", needed=True)
 
 
 def test_a_remote_path_is_refused_before_anything_starts(home, capsys):
@@ -134,7 +128,7 @@ def test_a_remote_path_is_refused_before_anything_starts(home, capsys):
     assert list(Path().iterdir()) == []
     (home / "run.yaml").write_text("trainer: {default_local_dir: hdfs://ns/x}")
     with pytest.raises(ConfigError, match=r"run.yaml: trainer.default_local_dir=hdfs:") as caught:
-        load_config(TrainConfig, file="~/run.yaml")
+        load_config(schema.TrainConfig, file="~/run.yaml")
     assert caught.value.key == "trainer.default_local_dir"
 
 
@@ -180,15 +174,15 @@ def test_a_changed_file_of_the_home_folder_is_a_change_for_a_resumed_run(home):
     }
     for name in keys:
         (home / name).write_text("first")
-    config = TrainConfig(
-        data=DataConfig(
+    config = schema.TrainConfig(
+        data=schema.DataConfig(
             train_files=["~/data.py"],
-            dataset=DatasetClassConfig(path="~/set.py"),
-            sampler=SamplerConfig(path="~/order.py"),
+            dataset=schema.DatasetClassConfig(path="~/set.py"),
+            sampler=schema.SamplerConfig(path="~/order.py"),
         ),
-        reward=RewardConfig(path="~/rule.py", parts={"own": {"path": "~/part.py"}}),
-        algorithm=AlgorithmConfig(user_files=["~/mine.py"]),
-        agent=AgentConfig(path="~/game.py"),
+        reward=schema.RewardConfig(path="~/rule.py", parts={"own": {"path": "~/part.py"}}),
+        algorithm=schema.AlgorithmConfig(user_files=["~/mine.py"]),
+        agent=schema.AgentConfig(path="~/game.py"),
     )
     for name, key in keys.items():
         before = inputs_of(config)

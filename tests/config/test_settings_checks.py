@@ -4,20 +4,9 @@ from typing import get_args
 
 import pytest
 
+from quadriga.config import schema
 from quadriga.config.commands import ArithmeticDataConfig, EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.loading import load_config
-from quadriga.config.schema import (
-    AggregationName,
-    BackendName,
-    CorrectionLevel,
-    CorrectionMode,
-    KLName,
-    LrSchedulerName,
-    SampledKLName,
-    TrainConfig,
-    TrainerConfig,
-    UnderFilled,
-)
 from quadriga.errors import ConfigError
 from quadriga.trainer.checks.settings import (
     check_fine_tuning_settings,
@@ -58,19 +47,19 @@ APART = ("placement.actor=[0]", "trainer.n_gpus_per_node=3", LOCAL)
     ],
 )
 def test_several_local_ranks_of_a_role_that_computes_together_are_refused(overrides, ranks):
-    message = error_of(check_train_settings, TrainConfig, overrides)
+    message = error_of(check_train_settings, schema.TrainConfig, overrides)
     assert ranks in message and "trainer.backend=local runs no collectives" in message
 
 
 def test_local_ranks_that_need_no_collectives_pass():
     placed = ("placement.rollout=[1-2]", "data.train_batch_size=8", f"{MINI}=8")
-    check_train_settings(load_config(TrainConfig, [*placed, *APART]))
-    check_train_settings(load_config(TrainConfig, [LOCAL]))
+    check_train_settings(load_config(schema.TrainConfig, [*placed, *APART]))
+    check_train_settings(load_config(schema.TrainConfig, [LOCAL]))
     check_fine_tuning_settings(load_config(SFTConfig, [LOCAL]))
 
 
 def test_defaults_pass():
-    check_train_settings(TrainConfig())
+    check_train_settings(schema.TrainConfig())
     check_fine_tuning_settings(SFTConfig())
     check_generate_settings(GenerateConfig())
     check_values(ArithmeticDataConfig())
@@ -136,7 +125,7 @@ def test_defaults_pass():
     ],
 )  # fmt: skip
 def test_conflicting_settings(overrides, words):
-    assert words in error_of(check_train_settings, TrainConfig, overrides)
+    assert words in error_of(check_train_settings, schema.TrainConfig, overrides)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +149,7 @@ def test_conflicting_settings(overrides, words):
     ],
 )
 def test_unknown_names_and_choices_name_the_nearest(override, words):
-    assert words in error_of(check_train_settings, TrainConfig, [override])
+    assert words in error_of(check_train_settings, schema.TrainConfig, [override])
 
 
 @pytest.mark.parametrize(
@@ -177,7 +166,7 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
     ],
 )
 def test_values_out_of_range(override, words):
-    assert words in error_of(check_train_settings, TrainConfig, [override])
+    assert words in error_of(check_train_settings, schema.TrainConfig, [override])
 
 
 def test_sft_settings():
@@ -206,7 +195,7 @@ def test_generate_settings():
 
 
 def test_a_settings_object_made_in_python_is_checked_too():
-    config = TrainConfig(trainer=TrainerConfig(backend="rya"))
+    config = schema.TrainConfig(trainer=schema.TrainerConfig(backend="rya"))
     with pytest.raises(ConfigError, match=r"trainer\.backend must be one of ray, local") as caught:
         check_train_settings(config)
     assert caught.value.nearest == "ray"
@@ -220,11 +209,11 @@ def test_choices_equal_the_tables_of_higher_layers():
     from quadriga.backends import BACKENDS
     from quadriga.engines.optimizers import SCHEDULES
 
-    assert set(get_args(LrSchedulerName)) == set(SCHEDULES)
-    assert set(get_args(BackendName)) == set(BACKENDS)
-    assert set(get_args(UnderFilled)) == set(dynamic_sampling.UNDER_FILLED)
-    assert set(get_args(AggregationName)) == set(AGGREGATIONS)
-    assert set(get_args(KLName)) == set(kl.KL_ESTIMATORS)
-    assert set(get_args(SampledKLName)) == set(kl.SAMPLED_ESTIMATORS)
-    assert set(get_args(CorrectionLevel)) == {"none", *importance.LEVELS}
-    assert set(get_args(CorrectionMode)) == set(importance.MODES)
+    assert set(get_args(schema.LrSchedulerName)) == set(SCHEDULES)
+    assert set(get_args(schema.BackendName)) == set(BACKENDS)
+    assert set(get_args(schema.UnderFilled)) == set(dynamic_sampling.UNDER_FILLED)
+    assert set(get_args(schema.AggregationName)) == set(AGGREGATIONS)
+    assert set(get_args(schema.KLName)) == set(kl.KL_ESTIMATORS)
+    assert set(get_args(schema.SampledKLName)) == set(kl.SAMPLED_ESTIMATORS)
+    assert set(get_args(schema.CorrectionLevel)) == {"none", *importance.LEVELS}
+    assert set(get_args(schema.CorrectionMode)) == set(importance.MODES)

@@ -16,16 +16,7 @@ import transformers
 
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 from quadriga.checkpoint.snapshots import receive_state, send_state
-from quadriga.config.schema import (
-    ActorConfig,
-    AggregationName,
-    CriticConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    PolicyLossConfig,
-    SampledKLName,
-)
+from quadriga.config import schema
 from quadriga.engines import build_engine
 from quadriga.engines.base import TrainEngine
 from quadriga.parallel.distributed import gather_over_ranks, rank, world_size
@@ -37,7 +28,9 @@ from quadriga.workers.reward_model import update_pairs
 from quadriga.workers.updates import update_policy, update_values
 
 # A larger eps than usual: Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
-OPTIM = OptimConfig(lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5)
+OPTIM = schema.OptimConfig(
+    lr=1e-3, eps=1e-4, lr_scheduler="linear", lr_warmup_steps=2, grad_clip=0.5
+)
 STEPS = 3
 weights = cases.weights
 SIZES = {
@@ -88,7 +81,7 @@ class Update:
     """
 
     loss: str | None
-    aggregation: AggregationName
+    aggregation: schema.AggregationName
     old_given: bool = True
     terms: dict[str, object] = field(default_factory=dict, hash=False)
 
@@ -99,9 +92,9 @@ class Update:
 def policy_updates() -> list[Update]:
     """Return an update for each loss and aggregation. A third of them have a KL, with each
     estimator in turns; a third an entropy bonus; a third take their own old log-probabilities."""
-    kl = cycle(get_args(SampledKLName))
+    kl = cycle(get_args(schema.SampledKLName))
     found = []
-    for number, (loss, mode) in enumerate(product(POLICY_LOSSES, get_args(AggregationName))):
+    for number, (loss, mode) in enumerate(product(POLICY_LOSSES, get_args(schema.AggregationName))):
         terms: dict[str, object] = {}
         if number % 3 == 0:
             terms = {"use_kl_loss": True, "kl_loss_type": next(kl), "kl_loss_coef": 0.1}
@@ -112,7 +105,7 @@ def policy_updates() -> list[Update]:
 
 
 POLICY_UPDATES = policy_updates()
-VALUE_UPDATES = [Update(None, mode) for mode in get_args(AggregationName)]
+VALUE_UPDATES = [Update(None, mode) for mode in get_args(schema.AggregationName)]
 
 
 @dataclass(frozen=True)
@@ -221,13 +214,13 @@ def updated(engine: TrainEngine, update: Update):
     common = {"loss_agg_mode": update.aggregation, "ppo_micro_batch_size_per_gpu": 2}
     if update.loss is None:
         report = update_values(
-            engine, data, CriticConfig(cliprange_value=0.3, **common),
+            engine, data, schema.CriticConfig(cliprange_value=0.3, **common),
             responses_per_prompt=1, data_ranks=own_part(engine)[1], length_scale=cases.R,
         )  # fmt: skip
     else:
-        loss = PolicyLossConfig(name=update.loss)
+        loss = schema.PolicyLossConfig(name=update.loss)
         report = update_policy(
-            engine, data, ActorConfig(policy_loss=loss, **common, **update.terms),
+            engine, data, schema.ActorConfig(policy_loss=loss, **common, **update.terms),
             responses_per_prompt=1, temperature=0.7, length_scale=cases.R,
             data_ranks=own_part(engine)[1], seed=0,
         )  # fmt: skip
@@ -236,10 +229,10 @@ def updated(engine: TrainEngine, update: Update):
 
 def build(subject: Subject, root: Path) -> TrainEngine:
     engine = build_engine(
-        ModelConfig(
+        schema.ModelConfig(
             path=str(root / subject.family), gradient_checkpointing=subject.gradient_checkpointing
         ),
-        EngineConfig(**subject.settings),
+        schema.EngineConfig(**subject.settings),
         OPTIM,
         head=subject.head,
         total_steps=8,
@@ -274,7 +267,7 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     found["trained"] = weights(engine)
     if subject.settings.get("param_offload"):
         found["offloaded"] = gather_over_ranks(bytes_on_device(engine))
-        engine.config = EngineConfig()
+        engine.config = schema.EngineConfig()
         engine.reload()
         found["reloaded"] = gather_over_ranks(bytes_on_device(engine))
         engine.offload()
@@ -295,7 +288,7 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     found["steps"] = engine.optimizer_steps
     if subject.head == "lm":
         engine.save_hf(root / f"export {subject.name}")  # a classifier needs a tokenizer
-        rollout = build_rollout("hf", ModelConfig(path=str(root / subject.family)))
+        rollout = build_rollout("hf", schema.ModelConfig(path=str(root / subject.family)))
         WeightSync(engine, rollout, bucket_bytes=4096).run(1)
         found["synced"] = gather_over_ranks(
             {name: tensor.clone() for name, tensor in rollout.module.state_dict().items()}

@@ -9,28 +9,18 @@ import torch
 from protocol_cases import Done, shard
 from tensordict import TensorDict
 
+from quadriga import protocol
 from quadriga.errors import FieldError, LostObjectError
-from quadriga.protocol import (
-    DataProto,
-    DataProtoFuture,
-    Origin,
-    current_store,
-    message,
-    pad_dataproto_to_divisor,
-    parallel_put,
-    storage,
-    use_store,
-)
 from quadriga.protocol.boundary import pack_argument, pack_result, unpack_argument, unpack_result
 from quadriga.protocol.columns import decode
 from quadriga.protocol.contents import RemoteBatch
 from quadriga.protocol.storage import InProcessStore, fetch_many, traffic
 
 
-def batch(n: int = 8) -> DataProto:
+def batch(n: int = 8) -> protocol.DataProto:
     """x [n] int64 (8 bytes a row), wide [n, 4] float32 (16), s object, rag (row i: i floats)."""
     ragged = [torch.full((i,), float(i)) for i in range(n)]
-    return DataProto.from_dict(
+    return protocol.DataProto.from_dict(
         {
             "x": torch.arange(n),
             "wide": torch.arange(4.0 * n).view(n, 4),
@@ -45,11 +35,11 @@ def test_operations_on_rows_and_fields_fetch_nothing(store):
     traffic.reset()
     other = data.select(["x"], ["s"]).rename("x", "y")
     other.union(data)
-    other = DataProto.concat([part.repeat(2) for part in other.chunk(2)][::-1])
+    other = protocol.DataProto.concat([part.repeat(2) for part in other.chunk(2)][::-1])
     other.reorder(list(range(len(other)))[::-1])
     other.pop(["wide"], ["score"])
     other.padding(3, "first")
-    other = pad_dataproto_to_divisor(other[1:5], 3)[0].slice(0, 4, 2)
+    other = protocol.pad_dataproto_to_divisor(other[1:5], 3)[0].slice(0, 4, 2)
     other.describe(), other.get_data_info(), repr(other), repr(other.batch), len(other)
     other.check_consistency()
     pack_argument(other.split(1))
@@ -109,8 +99,8 @@ def test_threads_that_read_at_the_same_time_get_one_value(store, monkeypatch):
 
 def test_objects_inside_arrays_and_meta_info_are_private(store, monkeypatch):
     for limit in (-1, 10**6):
-        monkeypatch.setattr(message, "INLINE_BYTES", limit)
-        data = DataProto.from_dict(
+        monkeypatch.setattr(protocol.message, "INLINE_BYTES", limit)
+        data = protocol.DataProto.from_dict(
             {"x": torch.zeros(2)}, {"o": [{"n": [1]}, {"n": [2]}]}, {"m": {"list": [1]}}
         )
         data.meta_info["array"], data.meta_info["t"] = np.zeros(2), torch.zeros(2)
@@ -131,7 +121,7 @@ def test_fields_that_a_worker_does_not_read_are_returned_as_references(store):
     traffic.reset()
     argument = unpack_argument(pack_argument(data))
     argument.batch["x"] *= 2
-    result = unpack_result(pack_result(argument, Origin("actor", 0, "double")))
+    result = unpack_result(pack_result(argument, protocol.Origin("actor", 0, "double")))
     counts = traffic
     assert counts.stored_objects == 1 and counts.stored_bytes == 64
     assert result.batch["x"].tolist() == [0, 2, 4, 6, 8, 10, 12, 14]
@@ -154,9 +144,9 @@ def test_stored_values_are_released_with_their_last_handle(store):
     assert len(store.handles) == 0
 
 
-def replies(data: DataProto, ranks: int) -> list[Done]:
+def replies(data: protocol.DataProto, ranks: int) -> list[Done]:
     return [
-        Done(pack_result(part, Origin("rollout", r, "generate")))
+        Done(pack_result(part, protocol.Origin("rollout", r, "generate")))
         for r, part in enumerate(data.chunk(ranks))
     ]
 
@@ -241,19 +231,21 @@ def test_a_lost_object_names_field_rank_and_method(store):
 
 
 def test_futures_join(store):
-    own = DataProtoFuture(
-        replies(batch(4), 2), collect_fn=lambda outs: DataProto.concat(outs[::-1])
+    own = protocol.DataProtoFuture(
+        replies(batch(4), 2), collect_fn=lambda outs: protocol.DataProto.concat(outs[::-1])
     )
     assert own.get().batch["x"].tolist() == [2, 3, 0, 1]
 
 
 def test_futures_of_tensordicts_and_of_other_types(store):
     td = TensorDict({"x": torch.arange(4)}, [4])
-    future = DataProtoFuture([Done(pack_result(td, Origin("a", 0, "m"))), Done(td)])
+    future = protocol.DataProtoFuture(
+        [Done(pack_result(td, protocol.Origin("a", 0, "m"))), Done(td)]
+    )
     assert isinstance(future.get(), TensorDict)
     assert future.chunk(4)[2].get()["x"].tolist() == [0, 1]
     with pytest.raises(FieldError, match="got int"):
-        DataProtoFuture([Done(3)]).get()
+        protocol.DataProtoFuture([Done(3)]).get()
 
 
 def test_describe(store):
@@ -276,19 +268,19 @@ def test_describe(store):
 
 
 def test_stores_are_set_for_a_block_or_for_the_process():
-    process, outer, inner = current_store(), InProcessStore(), InProcessStore()
-    with use_store(outer):
-        with use_store(inner):
-            assert current_store() is inner
-        assert current_store() is outer
-    assert current_store() is process
-    storage.set_process_store(outer)
-    assert current_store() is outer
-    storage.set_process_store(process)
+    process, outer, inner = protocol.current_store(), InProcessStore(), InProcessStore()
+    with protocol.use_store(outer):
+        with protocol.use_store(inner):
+            assert protocol.current_store() is inner
+        assert protocol.current_store() is outer
+    assert protocol.current_store() is process
+    protocol.storage.set_process_store(outer)
+    assert protocol.current_store() is outer
+    protocol.storage.set_process_store(process)
 
 
 def test_parallel_put_keeps_the_order(store):
-    handles = parallel_put([np.full(3, i) for i in range(20)], max_workers=4)
+    handles = protocol.parallel_put([np.full(3, i) for i in range(20)], max_workers=4)
     assert [h.fetch()[0] for h in handles] == list(range(20))
     assert fetch_many(handles)[7][0] == 7
-    assert parallel_put([]) == []
+    assert protocol.parallel_put([]) == []

@@ -2,17 +2,8 @@
 
 import pytest
 import torch
+import transformers
 from agreement import ENGINES, GREEDY, MODELS, SIZES, needs, requests, write_model
-from transformers import (
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from quadriga.config.schema import EngineConfig, LoraConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
@@ -24,16 +15,18 @@ from training_step import train_once
 OPTIONS = {"vllm": {"kv_cache_mb": 64}, "sglang": {"request_rows": 32}}
 CHOICE = {"num_experts_per_tok": 2}
 FAMILIES = {
-    "qwen3_moe": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, **CHOICE, num_experts=4, moe_intermediate_size=32, head_dim=32)
+    "qwen3_moe": lambda: transformers.Qwen3MoeForCausalLM(
+        transformers.Qwen3MoeConfig(
+            **SIZES, **CHOICE, num_experts=4, moe_intermediate_size=32, head_dim=32
+        )
     ),
-    "mixtral": lambda: MixtralForCausalLM(
-        MixtralConfig(**SIZES, **CHOICE, num_local_experts=4, head_dim=32)
+    "mixtral": lambda: transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(**SIZES, **CHOICE, num_local_experts=4, head_dim=32)
     ),
-    "olmoe": lambda: OlmoeForCausalLM(
-        OlmoeConfig(**SIZES | {"num_key_value_heads": 2}, **CHOICE, num_experts=4)
+    "olmoe": lambda: transformers.OlmoeForCausalLM(
+        transformers.OlmoeConfig(**SIZES | {"num_key_value_heads": 2}, **CHOICE, num_experts=4)
     ),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+    "olmo2": lambda: transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)),
 }
 DEFAULT = {("vllm", "qwen3_moe"), ("vllm", "olmo2"), ("sglang", "qwen3_moe")}
 CASES = [

@@ -2,44 +2,27 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DeepseekV3Config,
-    DiffLlamaConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-)
+import transformers
 
 from quadriga.config.schema import ModelConfig
 from quadriga.data.loader import pad_rows
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
-from quadriga.rollout.hf.kv_cache import (
-    GrowingCacheLayer,
-    RepeatedPrompts,
-    SharedPrompts,
-    cache_tensors,
-    growing_cache,
-    reorder_cache,
-    sees_all_tokens,
-    use_decode_attention,
-)
+from quadriga.rollout.hf import kv_cache
 
 SIZES = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
 SHARING = {
-    "llama": lambda: LlamaConfig(**SIZES),
-    "qwen2": lambda: Qwen2Config(**SIZES),
-    "gpt2": lambda: GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4),
+    "llama": lambda: transformers.LlamaConfig(**SIZES),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "gpt2": lambda: transformers.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4),
 }
 OTHERS = {
-    "layers with windows": lambda: MistralConfig(sliding_window=6, **SIZES),
-    "values are changed after the cache": lambda: DiffLlamaConfig(**SIZES),
-    "keys are changed after the cache": lambda: DeepseekV3Config(
+    "layers with windows": lambda: transformers.MistralConfig(sliding_window=6, **SIZES),
+    "values are changed after the cache": lambda: transformers.DiffLlamaConfig(**SIZES),
+    "keys are changed after the cache": lambda: transformers.DeepseekV3Config(
         **SIZES | {"num_key_value_heads": 4}, q_lora_rank=16, kv_lora_rank=16, n_routed_experts=4,
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_group=1, topk_group=1,
         num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1,
@@ -49,7 +32,7 @@ OTHERS = {
 
 def built(config, dtype=torch.float32):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 
 def prompts():
@@ -82,7 +65,7 @@ def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
     engine = build_rollout("hf", ModelConfig(path=folders(family)))
     assert engine._cached.shares_prompts is (family in SHARING)
     counts = []
-    keep = SharedPrompts.keep_rows
+    keep = kv_cache.SharedPrompts.keep_rows
 
     def recorded(cache, order):
         keep(cache, order)
@@ -92,7 +75,7 @@ def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
         if layer.is_initialized:  # it is empty if rows end with their first token
             assert layer.keys.shape[0] == len(order)
 
-    monkeypatch.setattr(SharedPrompts, "keep_rows", recorded)
+    monkeypatch.setattr(kv_cache.SharedPrompts, "keep_rows", recorded)
     for seed in range(4):
         seeds = torch.arange(7) + 100 * seed
         engine._cached.shares_prompts = family in SHARING
@@ -108,16 +91,16 @@ def test_both_caches_give_the_same_tokens(family, folders, monkeypatch):
 
 def test_a_prompt_is_held_once():
     model = built(SHARING["llama"]())
-    assert use_decode_attention(model)
+    assert kv_cache.use_decode_attention(model)
     sizes = {}
-    for kind in (SharedPrompts, RepeatedPrompts):
+    for kind in (kv_cache.SharedPrompts, kv_cache.RepeatedPrompts):
         cache = kind(model)
         with torch.inference_mode():
             model(torch.arange(40).view(1, 40), past_key_values=cache.cache, use_cache=True)
         cache.begin_rows(torch.zeros(8, dtype=torch.int64), None)
-        sizes[kind] = sum(tensor.nbytes for tensor in cache_tensors(cache.cache))
+        sizes[kind] = sum(tensor.nbytes for tensor in kv_cache.cache_tensors(cache.cache))
     # 2 layers, keys and values, 2 heads of size 8, float32; 64 spare columns where rows are copied.
-    assert sizes == {SharedPrompts: 40 * 256, RepeatedPrompts: 8 * 104 * 256}
+    assert sizes == {kv_cache.SharedPrompts: 40 * 256, kv_cache.RepeatedPrompts: 8 * 104 * 256}
 
 
 # Growing buffers
@@ -130,7 +113,7 @@ def tokens(count: int) -> torch.Tensor:
 
 def test_buffer_grows_once_in_65_tokens():
     """The example in `kv_cache.py`."""
-    layer = GrowingCacheLayer()
+    layer = kv_cache.GrowingCacheLayer()
     layer.update(tokens(3), tokens(3))
     assert layer.keys.shape[2] == 67
     for _ in range(64):
@@ -144,22 +127,24 @@ def test_buffer_grows_once_in_65_tokens():
 
 
 def test_reorder_cache_removes_and_repeats_rows_in_every_layer():
-    cache = growing_cache(LlamaConfig(num_hidden_layers=2))
-    assert sees_all_tokens(cache)
+    cache = kv_cache.growing_cache(transformers.LlamaConfig(num_hidden_layers=2))
+    assert kv_cache.sees_all_tokens(cache)
     for index in range(2):
         cache.update(tokens(3), tokens(3), index)
-    reorder_cache(cache, torch.tensor([0, 0, 1]))
+    kv_cache.reorder_cache(cache, torch.tensor([0, 0, 1]))
     for layer in cache.layers:
         keys, _ = layer.update(torch.full((3, 1, 1, 1), 9.0), torch.zeros(3, 1, 1, 1))
         assert keys[:, 0, :, 0].tolist() == [[0, 1, 2, 9], [0, 1, 2, 9], [3, 4, 5, 9]]
-    reorder_cache(cache, torch.tensor([2]))
+    kv_cache.reorder_cache(cache, torch.tensor([2]))
     assert cache.layers[1].keys[0, 0, :4, 0].tolist() == [3, 4, 5, 9]
 
 
 def test_window_layer_returns_the_columns_that_the_next_token_sees():
     """The example in `kv_cache.py`."""
-    cache = growing_cache(MistralConfig(num_hidden_layers=1, sliding_window=3))
-    assert not sees_all_tokens(cache) and cache.is_sliding == [True]
+    cache = kv_cache.growing_cache(
+        transformers.MistralConfig(num_hidden_layers=1, sliding_window=3)
+    )
+    assert not kv_cache.sees_all_tokens(cache) and cache.is_sliding == [True]
     (layer,) = cache.layers
     layer.update(tokens(5), tokens(5))
     assert layer.get_mask_sizes(1) == (3, 3)

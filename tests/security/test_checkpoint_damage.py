@@ -14,18 +14,8 @@ import pytest
 import torch
 
 from quadriga import files
-from quadriga.checkpoint import folders as markers
+from quadriga.checkpoint import folders
 from quadriga.checkpoint.files import SavedFile, digest_file, digest_json, write_json
-from quadriga.checkpoint.folders import (
-    MARKER,
-    begin_checkpoint,
-    commit_checkpoint,
-    complete_checkpoints,
-    newest_undamaged_checkpoint,
-    prune_checkpoints,
-    step_folder,
-    verify_checkpoint,
-)
 from quadriga.checkpoint.shards import Origin, RankState, load_rank_state, read_scalars
 from quadriga.checkpoint.writer import reported_files
 from quadriga.config.schema import TrainerConfig
@@ -39,11 +29,13 @@ INFO = {"loader": {"epoch": 0}, "kl_controller": {"value": 0.1}}
 
 def save(root, step, ranks=2):
     """Save a checkpoint as the ranks and the controller of a run do."""
-    partial = begin_checkpoint(root, step)
+    partial = folders.begin_checkpoint(root, step)
     tensors, scalars = {"w": torch.full((4,), float(step))}, {"step": step}
     states = [RankState.of(tensors, scalars, Origin(step, rank, ranks)) for rank in range(ranks)]
     reports = [state.write(partial / "actor") for state in states]
-    return commit_checkpoint(partial, reported_files("actor", reports), {"step": step, **INFO})
+    return folders.commit_checkpoint(
+        partial, reported_files("actor", reports), {"step": step, **INFO}
+    )
 
 
 @pytest.fixture
@@ -57,10 +49,10 @@ def root(tmp_path):
 
 def rewrite_marker(folder, *, sign=True, **changes):
     """Change entries of the marker; `sign` computes its digest anew, as an attacker would."""
-    marker = json.loads((folder / MARKER).read_text()) | changes
+    marker = json.loads((folder / folders.MARKER).read_text()) | changes
     marker.pop("digest", None)
     digest = digest_json(marker) if sign else "0" * 64
-    (folder / MARKER).write_text(json.dumps({**marker, "digest": digest}))
+    (folder / folders.MARKER).write_text(json.dumps({**marker, "digest": digest}))
 
 
 def flip_a_bit(folder, root):
@@ -82,8 +74,8 @@ def delete_a_file(folder, root):
 
 
 def alter_the_step(folder, root):
-    text = (folder / MARKER).read_text()
-    (folder / MARKER).write_text(text.replace('"step": 2', '"step": 7'))
+    text = (folder / folders.MARKER).read_text()
+    (folder / folders.MARKER).write_text(text.replace('"step": 2', '"step": 7'))
 
 
 def alter_and_sign_the_step(folder, root):
@@ -91,7 +83,7 @@ def alter_and_sign_the_step(folder, root):
 
 
 def nest_the_marker(folder, root):
-    (folder / MARKER).write_text("[" * 100_000)
+    (folder / folders.MARKER).write_text("[" * 100_000)
 
 
 def link_in_place_of_a_file(folder, root):
@@ -111,7 +103,7 @@ def name_that_leads_out(folder, root):
 
 
 def format_of_an_earlier_version(folder, root):
-    (folder / MARKER).write_text(json.dumps({"files": {SHARD: 10}, "info": {"step": 2}}))
+    (folder / folders.MARKER).write_text(json.dumps({"files": {SHARD: 10}, "info": {"step": 2}}))
 
 
 DAMAGE = {
@@ -131,19 +123,19 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damage_is_named_and_the_checkpoint_before_is_used(root, caplog, damage):
-    damage(step_folder(root, 2), root)
+    damage(folders.step_folder(root, 2), root)
     with pytest.raises(CheckpointError, match=DAMAGE[damage]):
-        verify_checkpoint(step_folder(root, 2))
+        folders.verify_checkpoint(folders.step_folder(root, 2))
     auto = TrainerConfig(resume_mode="auto", default_local_dir=str(root.parent))
-    assert checkpoint_to_resume(auto, tell=True) == step_folder(root, 1)
+    assert checkpoint_to_resume(auto, tell=True) == folders.step_folder(root, 1)
     assert "skipped a checkpoint" in caplog.text and "global_step_2" in caplog.text
     with pytest.raises(CheckpointError, match=DAMAGE[damage]):
-        checkpoint_to_resume(TrainerConfig(resume_mode=str(step_folder(root, 2))))
+        checkpoint_to_resume(TrainerConfig(resume_mode=str(folders.step_folder(root, 2))))
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(root):
-    flip_a_bit(step_folder(root, 1), root)
-    flip_a_bit(step_folder(root, 2), root)
+    flip_a_bit(folders.step_folder(root, 1), root)
+    flip_a_bit(folders.step_folder(root, 2), root)
     auto = TrainerConfig(resume_mode="auto", default_local_dir=str(root.parent))
     with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used.*global_step_2"):
         checkpoint_to_resume(auto)
@@ -151,25 +143,25 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_started_again(root):
 
 def test_a_link_in_place_of_a_checkpoint_is_neither_read_nor_pruned(root, tmp_path):
     outside = save(tmp_path / "elsewhere", 3)
-    step_folder(root, 3).symlink_to(outside)
-    assert [step for step, _ in complete_checkpoints(root)] == [1, 2]
-    prune_checkpoints(root, 1)
+    folders.step_folder(root, 3).symlink_to(outside)
+    assert [step for step, _ in folders.complete_checkpoints(root)] == [1, 2]
+    folders.prune_checkpoints(root, 1)
     save(root, 3)
-    assert not step_folder(root, 3).is_symlink()
-    assert verify_checkpoint(outside)["step"] == 3
-    assert [step for step, _ in complete_checkpoints(root)] == [2, 3]
+    assert not folders.step_folder(root, 3).is_symlink()
+    assert folders.verify_checkpoint(outside)["step"] == 3
+    assert [step for step, _ in folders.complete_checkpoints(root)] == [2, 3]
 
 
 def test_a_link_within_a_checkpoint_is_not_deleted_through(root, tmp_path):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "precious").write_text("x")
-    (step_folder(root, 1) / "actor" / "link").symlink_to(outside)
-    partial = step_folder(root, 3).with_suffix(".partial")
+    (folders.step_folder(root, 1) / "actor" / "link").symlink_to(outside)
+    partial = folders.step_folder(root, 3).with_suffix(".partial")
     partial.symlink_to(outside)
-    prune_checkpoints(root, 1)
+    folders.prune_checkpoints(root, 1)
     save(root, 3)
-    assert [step for step, _ in complete_checkpoints(root)] == [2, 3]
+    assert [step for step, _ in folders.complete_checkpoints(root)] == [2, 3]
     assert (outside / "precious").exists()
 
 
@@ -184,7 +176,7 @@ def test_a_link_in_place_of_a_file_is_not_written_through(tmp_path, monkeypatch)
 
 
 def test_the_files_of_another_step_or_rank_are_refused_by_each_rank(root, tmp_path):
-    one, two = (step_folder(root, step) / "actor" for step in (1, 2))
+    one, two = (folders.step_folder(root, step) / "actor" for step in (1, 2))
     tensors = {"w": torch.zeros(4)}
     assert read_scalars(two, step=2) == {"step": 2}
     load_rank_state(two, tensors, rank=0, step=2)
@@ -210,11 +202,11 @@ def test_a_commit_fails_if_the_controller_does_not_see_what_a_rank_wrote(tmp_pat
         (SavedFile("state.json", 99, "0"),): "controller sees 2 bytes",
         (SavedFile("../state.json", 2, "0"),): "does not see it",
     }.items():
-        partial = begin_checkpoint(tmp_path, 4)
+        partial = folders.begin_checkpoint(tmp_path, 4)
         write_json(partial / "state.json", {})
         with pytest.raises(CheckpointError, match=message):
-            commit_checkpoint(partial, reported)
-        assert complete_checkpoints(tmp_path) == []
+            folders.commit_checkpoint(partial, reported)
+        assert folders.complete_checkpoints(tmp_path) == []
 
 
 def test_a_disk_that_is_full_at_any_write_leaves_a_complete_checkpoint(root, monkeypatch):
@@ -242,25 +234,27 @@ def test_a_disk_that_is_full_at_any_write_leaves_a_complete_checkpoint(root, mon
         else:
             break
         assert left[0] <= 0
-        newest, errors = newest_undamaged_checkpoint(root)
-        assert newest in (step_folder(root, 2), step_folder(root, 3)) and errors == []
-        shutil.rmtree(step_folder(root, 3), ignore_errors=True)
+        newest, errors = folders.newest_undamaged_checkpoint(root)
+        assert (
+            newest in (folders.step_folder(root, 2), folders.step_folder(root, 3)) and errors == []
+        )
+        shutil.rmtree(folders.step_folder(root, 3), ignore_errors=True)
     assert failing > 12, "files, folders, marker and rename were reached"
-    assert newest_undamaged_checkpoint(root) == (step_folder(root, 3), [])
+    assert folders.newest_undamaged_checkpoint(root) == (folders.step_folder(root, 3), [])
 
 
 def test_files_that_have_not_changed_are_read_once(root, monkeypatch):
     read = []
-    monkeypatch.setattr(markers, "_SETTLED_S", 1e9)
-    monkeypatch.setattr(markers, "digest_file", lambda path: read.append(path) or digest_file(path))
-    folder = step_folder(root, 2)
-    files = len(json.loads((folder / MARKER).read_text())["files"])
+    monkeypatch.setattr(folders, "_SETTLED_S", 1e9)
+    monkeypatch.setattr(folders, "digest_file", lambda path: read.append(path) or digest_file(path))
+    folder = folders.step_folder(root, 2)
+    files = len(json.loads((folder / folders.MARKER).read_text())["files"])
     auto = TrainerConfig(resume_mode="auto", default_local_dir=str(root.parent))
     for _ in range(2):  # files of the last seconds: a change may leave coarse times as they are
         assert checkpoint_to_resume(auto) == folder
     assert len(read) == 2 * files
     read.clear()
-    monkeypatch.setattr(markers, "_SETTLED_S", 0.0)
+    monkeypatch.setattr(folders, "_SETTLED_S", 0.0)
     assert checkpoint_to_resume(auto) == folder  # before the start of the workers
     assert checkpoint_to_resume(auto, tell=True) == folder  # when it is loaded
     assert len(read) == files
@@ -268,4 +262,4 @@ def test_files_that_have_not_changed_are_read_once(root, monkeypatch):
     flip_a_bit(folder, root)
     os.utime(folder / SHARD, ns=(before.st_atime_ns, before.st_mtime_ns))
     with pytest.raises(CheckpointError, match="other content than was written"):
-        verify_checkpoint(folder)
+        folders.verify_checkpoint(folder)

@@ -7,20 +7,11 @@ import numpy as np
 import pytest
 
 from quadriga.errors import DataError
-from quadriga.trainer.validation import (
-    OVERALL,
-    PromptScores,
-    SummarySettings,
-    best_at_k,
-    bootstrap_interval,
-    majority_score,
-    pass_at_k,
-    summarise,
-)
+from quadriga.trainer import validation
 
 
 def prompt(scores, answers=None, source="s"):
-    return PromptScores(source, scores, answers or [None] * len(scores))
+    return validation.PromptScores(source, scores, answers or [None] * len(scores))
 
 
 @pytest.mark.parametrize("n", range(1, 7))
@@ -28,7 +19,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_response(n):
     for correct, k in itertools.product(range(n + 1), range(1, n + 1)):
         subsets = list(itertools.combinations([1] * correct + [0] * (n - correct), k))
         share = sum(any(subset) for subset in subsets) / len(subsets)
-        assert pass_at_k(n, correct, k) == pytest.approx(share, abs=1e-12)
+        assert validation.pass_at_k(n, correct, k) == pytest.approx(share, abs=1e-12)
 
 
 @pytest.mark.parametrize("k", range(1, 6))
@@ -36,8 +27,8 @@ def test_best_at_k_is_the_mean_over_subsets_of_the_largest_score(k):
     draw = random.Random(k)
     scores = [[draw.choice([-1.0, 0.0, 0.5, 2.0]) for _ in range(5)] for _ in range(4)]
     want = [np.mean([max(s) for s in itertools.combinations(row, k)]) for row in scores]
-    assert best_at_k(np.array(scores), k).tolist() == pytest.approx(want)
-    assert best_at_k(np.array([[5.0, 1.0, 2.0]]), 2).tolist() == pytest.approx([4.0])
+    assert validation.best_at_k(np.array(scores), k).tolist() == pytest.approx(want)
+    assert validation.best_at_k(np.array([[5.0, 1.0, 2.0]]), 2).tolist() == pytest.approx([4.0])
 
 
 @pytest.mark.parametrize(
@@ -52,20 +43,20 @@ def test_best_at_k_is_the_mean_over_subsets_of_the_largest_score(k):
     ],
 )
 def test_the_score_of_the_majority_by_hand(scores, answers, want):
-    assert majority_score(scores, answers) == want
+    assert validation.majority_score(scores, answers) == want
 
 
 def test_a_summary_by_hand():
     """Two prompts of source a with 2 and 0 of 4 correct responses, one of source b with 1."""
-    found = summarise(
+    found = validation.summarise(
         [
             prompt([1, 0, 1, 0], ["7", "8", "7", None], "a"),
             prompt([0, 0, 0, 0], ["1", "2", "3", "4"], "a"),
             prompt([0, 0.5, 1, 0], source="b"),
         ],
-        SummarySettings(resamples=10),
+        validation.SummarySettings(resamples=10),
     )
-    assert [s.data_source for s in found] == ["a", "b", OVERALL]
+    assert [s.data_source for s in found] == ["a", "b", validation.OVERALL]
     assert [(s.prompts, s.responses) for s in found] == [(2, 8), (1, 4), (3, 12)]
     a, b, both = ({name: e.value for name, e in s.metrics.items()} for s in found)
     assert a == pytest.approx(
@@ -83,7 +74,9 @@ def test_a_summary_by_hand():
 def test_the_interval_against_a_naive_bootstrap():
     draw = np.random.default_rng(3)
     values = np.stack([draw.random(40), draw.integers(0, 2, 40).astype(float)], axis=1)
-    low, high = bootstrap_interval(values, SummarySettings(resamples=300, confidence=0.9, seed=5))
+    low, high = validation.bootstrap_interval(
+        values, validation.SummarySettings(resamples=300, confidence=0.9, seed=5)
+    )
     again = np.random.default_rng(5)
     for column in range(2):
         means = []
@@ -98,6 +91,6 @@ def test_the_interval_against_a_naive_bootstrap():
 
 def test_different_numbers_of_responses_are_refused():
     with pytest.raises(DataError, match="prompt 1 has 2 responses and prompt 0 has 1"):
-        summarise([prompt([1.0]), prompt([1.0, 0.0])], SummarySettings())
+        validation.summarise([prompt([1.0]), prompt([1.0, 0.0])], validation.SummarySettings())
     with pytest.raises(DataError, match="no prompts to summarise"):
-        summarise([], SummarySettings())
+        validation.summarise([], validation.SummarySettings())

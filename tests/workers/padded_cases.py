@@ -6,16 +6,8 @@ import torch
 from parity_cases import norm_in_float64
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from quadriga.config import schema
 from quadriga.config.commands import RMConfig
-from quadriga.config.schema import (
-    ActorConfig,
-    ActorRolloutRefConfig,
-    CriticConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    RolloutConfig,
-)
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller.padding import add_padding
 from quadriga.workers import CriticWorker, PairTrainingWorker, RankRuntime, SFTWorker
@@ -24,7 +16,7 @@ P, R = 4, 5
 UPDATES = ("update_actor", "update_critic", "update_sft", "update_rm")
 # Method and rows; on three ranks, 10 rows are left over in the first part, 2 in the second.
 CASES = [*((method, 10) for method in UPDATES), ("update_actor", 2)]
-_ENGINE = EngineConfig(dtype="float64", reduce_dtype="float64")
+_ENGINE = schema.EngineConfig(dtype="float64", reduce_dtype="float64")
 _RUNTIME = RankRuntime(device="cpu", max_response_length=R, threads=1)
 
 
@@ -58,17 +50,19 @@ def part_of(data: DataProto, rank: int, ranks: int) -> DataProto:
 
 
 def worker_of(method: str, folder: str, rows: int):
-    model, optim = ModelConfig(path=folder), OptimConfig(lr=1e-2)
+    model, optim = schema.ModelConfig(path=folder), schema.OptimConfig(lr=1e-2)
     if method == "update_critic":
         # One mini-batch of all rows, which do not divide among three ranks.
-        config = CriticConfig(
+        config = schema.CriticConfig(
             model=model, engine=_ENGINE, optim=optim, ppo_mini_batch_size=rows, ppo_epochs=2
         )
         return CriticWorker(config, 1, _RUNTIME)
     if method == "update_rm":
         return PairTrainingWorker(RMConfig(model=model, engine=_ENGINE, optim=optim), _RUNTIME)
-    actor = ActorConfig(engine=_ENGINE, optim=optim, ppo_mini_batch_size=rows, ppo_epochs=2)
-    config = ActorRolloutRefConfig(model=model, actor=actor, rollout=RolloutConfig(n=1))
+    actor = schema.ActorConfig(engine=_ENGINE, optim=optim, ppo_mini_batch_size=rows, ppo_epochs=2)
+    config = schema.ActorRolloutRefConfig(
+        model=model, actor=actor, rollout=schema.RolloutConfig(n=1)
+    )
     return SFTWorker(config, "actor", _RUNTIME)
 
 

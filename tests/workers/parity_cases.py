@@ -15,14 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from quadriga.config.schema import (
-    ActorConfig,
-    AggregationName,
-    Checkpointing,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from quadriga.config import schema
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.parallel.balancing import Balance
 from quadriga.protocol import DataProto, fields
@@ -57,8 +50,8 @@ class Way:
 
     form: Form
     micro: int | None
-    aggregation: AggregationName
-    checkpointing: Checkpointing
+    aggregation: schema.AggregationName
+    checkpointing: schema.Checkpointing
     whole_groups: bool
     old_given: bool
 
@@ -66,7 +59,7 @@ class Way:
 VALUES: tuple[tuple[object, ...], ...] = (
     get_args(Form),
     (1, 2, 3, None),
-    get_args(AggregationName),
+    get_args(schema.AggregationName),
     (False, True),
     (False, True),
     (False, True),
@@ -143,7 +136,7 @@ def log_probs_of(model: torch.nn.Module, batch: Batch) -> list[torch.Tensor]:
 
 @patch.object(LlamaRMSNorm, "forward", norm_in_float64)
 def independent_update(
-    folder: str, form: Form, aggregation: AggregationName
+    folder: str, form: Form, aggregation: schema.AggregationName
 ) -> tuple[Parameters, torch.Tensor]:
     """Return the parameters after the update, and the old log-probabilities [B, R].
 
@@ -168,7 +161,7 @@ def independent_update(
         "seq-mean-token-sum-norm": total / len(answered) / R,
     }[aggregation]
     loss.backward()
-    config = OptimConfig(lr=RATE)
+    config = schema.OptimConfig(lr=RATE)
     torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip)
     torch.optim.AdamW(
         model.parameters(), RATE, config.betas, config.eps, config.weight_decay, foreach=False
@@ -192,7 +185,9 @@ def rows_of_rank(way: Way, rank: int, ranks: int) -> list[int]:
     return [row for block in arranged.rows[rank] for row in block]
 
 
-def updated(engine: FSDPEngine, rows: Batch, config: ActorConfig, n: int, ranks: int) -> Parameters:
+def updated(
+    engine: FSDPEngine, rows: Batch, config: schema.ActorConfig, n: int, ranks: int
+) -> Parameters:
     """Make one update with the rows of a rank, n responses per prompt; return all parameters."""
     update_policy(
         engine, DataProto.from_dict(rows), config, responses_per_prompt=n, temperature=1.0,
@@ -205,14 +200,14 @@ def updated(engine: FSDPEngine, rows: Batch, config: ActorConfig, n: int, ranks:
 def parameters_after(folder: str, way: Way, old: torch.Tensor, rank: int, ranks: int) -> Parameters:
     """Make the update on one rank of `ranks`. Return the full parameters."""
     engine = FSDPEngine(
-        ModelConfig(path=folder, gradient_checkpointing=way.checkpointing),
-        EngineConfig(dtype="float64", reduce_dtype="float64", use_dynamic_bsz=False),
-        OptimConfig(lr=RATE),
+        schema.ModelConfig(path=folder, gradient_checkpointing=way.checkpointing),
+        schema.EngineConfig(dtype="float64", reduce_dtype="float64", use_dynamic_bsz=False),
+        schema.OptimConfig(lr=RATE),
         packed=way.form != "padded",
     )
     batch = make_batch(way.form)[0] | ({fields.OLD_LOG_PROBS: old} if way.old_given else {})
     mine = rows_of_rank(way, rank, ranks)
-    config = ActorConfig(
+    config = schema.ActorConfig(
         loss_agg_mode=way.aggregation, ppo_mini_batch_size=None,
         ppo_micro_batch_size_per_gpu=way.micro,
     )  # fmt: skip
@@ -223,7 +218,7 @@ def differences(
     folder: str, ways: list[Way], expected: str, rank: int, ranks: int
 ) -> dict[Way, float]:
     """Return, for each way, the largest difference of a parameter from the independent update."""
-    stored: dict[tuple[Form, AggregationName], tuple[Parameters, torch.Tensor]] = torch.load(
+    stored: dict[tuple[Form, schema.AggregationName], tuple[Parameters, torch.Tensor]] = torch.load(
         expected, weights_only=True
     )
     found = {}

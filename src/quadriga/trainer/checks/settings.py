@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quadriga.algorithms.registry import table_parameters
-from quadriga.config import role_ranks
+from quadriga.config import role_ranks, schema
 from quadriga.config.commands import (
     EvalConfig,
     GenerateConfig,
@@ -26,17 +26,6 @@ from quadriga.config.commands import (
 )
 from quadriga.config.convert import as_written, check_choice, check_values
 from quadriga.config.plan import batch_plan, mini_batch_prompts
-from quadriga.config.schema import (
-    AgentConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    RewardConfig,
-    RolloutEngineConfig,
-    RunConfig,
-    SamplingConfig,
-    TrainConfig,
-)
 from quadriga.engines import ENGINES, check_engine, kind_of
 from quadriga.errors import ConfigError
 from quadriga.observability.run_folder import STREAM
@@ -60,7 +49,7 @@ OUTPUTS = (".jsonl", ".parquet")
 """Suffixes of the files that `quadriga generate` writes."""
 
 Problems = Iterator[tuple[str, str]]
-Config = TrainConfig | SFTConfig | RMConfig | GenerationConfig
+Config = schema.TrainConfig | SFTConfig | RMConfig | GenerationConfig
 
 _DEGREES = (
     "tensor_parallel_size",
@@ -90,9 +79,9 @@ class RoleEngine:
 
     role: str
     key: str
-    engine: EngineConfig
-    model: ModelConfig
-    optim: OptimConfig | None = None
+    engine: schema.EngineConfig
+    model: schema.ModelConfig
+    optim: schema.OptimConfig | None = None
     model_key: str = "actor_rollout_ref.model"
     head: HeadKind = "lm"
 
@@ -102,7 +91,7 @@ class RoleEngine:
         return self.key.removesuffix("engine") + "optim"
 
 
-def role_engines(config: TrainConfig) -> Iterator[RoleEngine]:
+def role_engines(config: schema.TrainConfig) -> Iterator[RoleEngine]:
     """Yield the training engines that the run uses."""
     policy, actor, critic = config.actor_rollout_ref, config.actor_rollout_ref.actor, config.critic
     yield RoleEngine("actor", f"{ACTOR}.engine", actor.engine, policy.model, actor.optim)
@@ -124,7 +113,7 @@ def fine_tuning_engine(config: SFTConfig | RMConfig) -> RoleEngine:
     return RoleEngine("actor", "engine", config.engine, config.model, config.optim, "model", head)
 
 
-def check_role_engines(config: TrainConfig) -> None:
+def check_role_engines(config: schema.TrainConfig) -> None:
     """Check that the training engines are installed, follow their settings, and agree where they
     share processes.
 
@@ -157,7 +146,7 @@ def check_fine_tuning_engine(config: SFTConfig | RMConfig) -> None:
     refuse(config, stage_problems("engine", config.engine, rows, data.micro_batch_size_per_gpu))
 
 
-def _check_engine(found: RoleEngine, trainer: RunConfig) -> None:
+def _check_engine(found: RoleEngine, trainer: schema.RunConfig) -> None:
     from quadriga.parallel.device import planned_device  # imports torch
 
     check_engine(
@@ -206,7 +195,7 @@ def _division(number: int, divisor: int) -> str:
     return f"{number} = {number // divisor} × {divisor} + {number % divisor}"
 
 
-def warmup_problems(key: str, optim: OptimConfig, steps: int | None = None) -> Problems:
+def warmup_problems(key: str, optim: schema.OptimConfig, steps: int | None = None) -> Problems:
     """Yield a warm-up of the learning rate that does not end within the optimizer steps of the run.
 
     `steps`: optimizer steps; None: not known yet.
@@ -223,7 +212,7 @@ def warmup_problems(key: str, optim: OptimConfig, steps: int | None = None) -> P
         yield f"{key}.lr_warmup_steps", f"is more than {source}: the warm-up would not end"
 
 
-def check_device(trainer: RunConfig) -> None:
+def check_device(trainer: schema.RunConfig) -> None:
     """Check that this process can see the device on which the local backend computes.
 
     Raises:
@@ -240,7 +229,9 @@ def check_device(trainer: RunConfig) -> None:
         )
 
 
-def stage_problems(key: str, engine: EngineConfig, rows: int, micro_batch: int | None) -> Problems:
+def stage_problems(
+    key: str, engine: schema.EngineConfig, rows: int, micro_batch: int | None
+) -> Problems:
     """Yield a pipeline whose stages do not all have a micro-batch of a mini-batch.
 
     With m micro-batches, p stages and v chunks of the layers of a stage, a stage waits for (p − 1)
@@ -278,7 +269,7 @@ def _unequal_degrees(engines: Sequence[RoleEngine]) -> Problems:
     """Yield degrees in which Megatron engines of one process differ: Megatron-core keeps the groups
     of its ranks in one state of the process."""
 
-    def size(engine: EngineConfig, name: str) -> int:
+    def size(engine: schema.EngineConfig, name: str) -> int:
         value: int | None = getattr(engine, name)
         return engine.tensor_parallel_size if value is None else value
 
@@ -307,11 +298,11 @@ def check_against_each_other(config: Config) -> None:
         check_generate_settings(config)
     elif isinstance(config, SFTConfig | RMConfig):
         check_fine_tuning_settings(config)
-    elif isinstance(config, TrainConfig) and not config.algorithm.user_files:
+    elif isinstance(config, schema.TrainConfig) and not config.algorithm.user_files:
         check_train_settings(config)
 
 
-def check_train_settings(config: TrainConfig) -> None:
+def check_train_settings(config: schema.TrainConfig) -> None:
     """Raise `ConfigError` for the first invalid or conflicting setting of `quadriga train`."""
     check_values(config)
     policy, algorithm = config.actor_rollout_ref, config.algorithm
@@ -369,7 +360,7 @@ def _generation(config: GenerationConfig) -> Problems:
     yield from _sampling("sampling", config.sampling, config.max_response_length)
     yield from _equal_samples("n", config.n, "sampling", config.sampling)
     yield from _not_trained("model", config.model)
-    reward = config.reward if isinstance(config, EvalConfig) else RewardConfig()
+    reward = config.reward if isinstance(config, EvalConfig) else schema.RewardConfig()
     yield from _agent(config, rollout, reward, config.max_response_length)
     if config.agent.on_error == "mask":
         yield "agent.on_error", "leaves samples out of an update; set it to zero or fail"
@@ -390,7 +381,7 @@ def _evaluation(config: EvalConfig) -> Problems:
         yield "reward.on_failure", "leaves samples out of an update; set it to zero or fail"
 
 
-def _placement(config: TrainConfig) -> Problems:
+def _placement(config: schema.TrainConfig) -> Problems:
     """Yield ranks that do not fit: of the local backend, and of roles that must share processes."""
     roles = uses_of_run(config)
     for role in roles:
@@ -399,7 +390,7 @@ def _placement(config: TrainConfig) -> Problems:
     yield from _shared_ranks(config, role_ranks.role_pools(config, roles))
 
 
-def _shared_ranks(config: TrainConfig, pools: Sequence[role_ranks.RolePool]) -> Problems:
+def _shared_ranks(config: schema.TrainConfig, pools: Sequence[role_ranks.RolePool]) -> Problems:
     """Yield settings that need two roles in one process, or one role by itself."""
     policy, rollout = config.actor_rollout_ref, config.actor_rollout_ref.rollout
 
@@ -445,7 +436,7 @@ def _shared_ranks(config: TrainConfig, pools: Sequence[role_ranks.RolePool]) -> 
 
 
 def _elastic(
-    key: str, rollout: RolloutEngineConfig, enabled: bool, backend: str, ranks: int
+    key: str, rollout: schema.RolloutEngineConfig, enabled: bool, backend: str, ranks: int
 ) -> Problems:
     """Yield the key and the text of what keeps replicas from joining and leaving.
 
@@ -467,7 +458,7 @@ def _elastic(
         )
 
 
-def _local_ranks(config: TrainConfig | SFTConfig | RMConfig, role: str) -> Problems:
+def _local_ranks(config: schema.TrainConfig | SFTConfig | RMConfig, role: str) -> Problems:
     """Yield a role of the local backend on several ranks, which would need collectives."""
     if config.trainer.backend == "local" and _ranks_of(config, role)[0] > 1:
         yield (
@@ -477,7 +468,7 @@ def _local_ranks(config: TrainConfig | SFTConfig | RMConfig, role: str) -> Probl
         )
 
 
-def _reward_model(config: TrainConfig) -> Problems:
+def _reward_model(config: schema.TrainConfig) -> Problems:
     if not role_ranks.has_reward_model(config):
         return
     if config.agent.path is not None:
@@ -496,7 +487,7 @@ def _reward_model(config: TrainConfig) -> Problems:
     yield from _not_trained("reward_model.model", config.reward_model.model)
 
 
-def _not_trained(key: str, model: ModelConfig) -> Problems:
+def _not_trained(key: str, model: schema.ModelConfig) -> Problems:
     """Yield adapters or frozen weights of a model that is not trained."""
     for name, is_set in (("lora", model.lora.enabled), ("freeze", model.freeze)):
         if is_set:
@@ -507,7 +498,7 @@ def _not_trained(key: str, model: ModelConfig) -> Problems:
             )
 
 
-def _responses(config: TrainConfig) -> Problems:
+def _responses(config: schema.TrainConfig) -> Problems:
     """Yield what is wrong in sampling, and where equal or too few responses are compared."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_response_length
     key = f"{ROLLOUT}.val_sampling"
@@ -529,7 +520,7 @@ def _responses(config: TrainConfig) -> Problems:
         )
 
 
-def _sampling(key: str, sampling: SamplingConfig, longest: int) -> Problems:
+def _sampling(key: str, sampling: schema.SamplingConfig, longest: int) -> Problems:
     """Yield what is wrong in one section of sampling settings, `key`."""
     if sampling.top_k != -1 and sampling.top_k < 1:
         yield f"{key}.top_k", "must be -1 (all tokens) or at least 1"
@@ -540,13 +531,13 @@ def _sampling(key: str, sampling: SamplingConfig, longest: int) -> Problems:
         yield f"{key}.min_new_tokens", f"is more than {limit}; lower it by {over}"
 
 
-def _equal_samples(n_key: str, n: int, key: str, sampling: SamplingConfig) -> Problems:
+def _equal_samples(n_key: str, n: int, key: str, sampling: schema.SamplingConfig) -> Problems:
     if sampling.temperature == 0 and n > 1:
         greedy = f"greedy responses ({key}.temperature=0) would all be equal"
         yield n_key, f"{greedy}; set {key}.temperature above 0, or {n_key}=1"
 
 
-def _batches(config: TrainConfig) -> Problems:
+def _batches(config: schema.TrainConfig) -> Problems:
     """Yield batches that do not divide over mini-batches and data-parallel ranks."""
     prompts, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     roles, (mini, critic_mini) = uses_of_run(config), mini_batch_prompts(config)
@@ -569,7 +560,7 @@ def _batches(config: TrainConfig) -> Problems:
             )
 
 
-def _old_log_probs(config: TrainConfig) -> Problems:
+def _old_log_probs(config: schema.TrainConfig) -> Problems:
     """Yield an update that takes the old log-probabilities, but does not compute what generated."""
     actor, prompts = config.actor_rollout_ref.actor, config.data.train_batch_size
     mini, _ = mini_batch_prompts(config)
@@ -586,7 +577,7 @@ def _old_log_probs(config: TrainConfig) -> Problems:
         )
 
 
-def _algorithm(config: TrainConfig) -> Problems:
+def _algorithm(config: schema.TrainConfig) -> Problems:
     algorithm, longest = config.algorithm, config.data.max_response_length
     if "reward_components_BK" in estimator_inputs(config) and not algorithm.reward_components:
         yield (
@@ -606,7 +597,7 @@ def _algorithm(config: TrainConfig) -> Problems:
         yield "algorithm.rollout_correction.level", problem
 
 
-def _skipped_rows(config: TrainConfig) -> Problems:
+def _skipped_rows(config: schema.TrainConfig) -> Problems:
     """Yield rows without an advantage that cannot be left out, although the settings insist."""
     actor = config.actor_rollout_ref.actor
     if not actor.skip_zero_advantages:
@@ -621,7 +612,7 @@ def _skipped_rows(config: TrainConfig) -> Problems:
         )
 
 
-def _full_kl(config: TrainConfig) -> Problems:
+def _full_kl(config: schema.TrainConfig) -> Problems:
     """Yield engines that cannot compute the KL over the vocabulary: one worker computes the same
     tokens with both models."""
     actor, key = config.actor_rollout_ref.actor, f"{ACTOR}.kl_loss_type"
@@ -641,7 +632,7 @@ def _full_kl(config: TrainConfig) -> Problems:
         yield key, f"is not built for {name}; set it to k3, or name=fsdp"
 
 
-def _routes(config: TrainConfig) -> Problems:
+def _routes(config: schema.TrainConfig) -> Problems:
     """Yield engines that do not say which experts compute a token, or cannot take them."""
     rollout, engine = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.engine
     key, set_false = f"{ROLLOUT}.replay_routes", "set it to false, or name="
@@ -652,7 +643,7 @@ def _routes(config: TrainConfig) -> Problems:
         yield key, f"is not built for {ACTOR}.engine.name={engine.name}; {set_false}fsdp"
 
 
-def _replay(config: TrainConfig) -> Problems:
+def _replay(config: schema.TrainConfig) -> Problems:
     """Yield what the order of another run does not fit."""
     trainer = config.trainer
     if trainer.replay_order is not None:
@@ -666,7 +657,7 @@ def _replay(config: TrainConfig) -> Problems:
             yield "trainer.replay_order", f"is no run folder with a {STREAM}"
 
 
-def _streams(config: TrainConfig) -> Problems:
+def _streams(config: schema.TrainConfig) -> Problems:
     """Yield what cannot be done with responses of older weights."""
     rollout, trainer = config.actor_rollout_ref.rollout, config.trainer
     if (rollout.oversample or 1) > (most := trainer.max_staleness + 1):
@@ -680,9 +671,9 @@ def _streams(config: TrainConfig) -> Problems:
 
 
 def _agent(
-    config: TrainConfig | GenerationConfig,
-    rollout: RolloutEngineConfig,
-    reward: RewardConfig,
+    config: schema.TrainConfig | GenerationConfig,
+    rollout: schema.RolloutEngineConfig,
+    reward: schema.RewardConfig,
     most: int,
     prefix: str = "",
 ) -> Problems:
@@ -692,7 +683,7 @@ def _agent(
         most: tokens of an episode, the setting `prefix`max_response_length.
     """
     if (agent := config.agent).path is None:
-        if agent != AgentConfig():
+        if agent != schema.AgentConfig():
             yield "agent.path", "is not set, so other settings agent.* have no effect; set it"
         return
     if not rollout_of(rollout).continues:
@@ -706,7 +697,7 @@ def _agent(
         yield "agent.max_turn_tokens", f"is above {prefix}max_response_length={most}; lower it"
 
 
-def _weights_in_flight(config: TrainConfig) -> Problems:
+def _weights_in_flight(config: schema.TrainConfig) -> Problems:
     rollout, key = config.actor_rollout_ref.rollout, f"{ROLLOUT}.update"
     if rollout.update != "in_flight":
         return
@@ -733,12 +724,12 @@ def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
     yield from warmup_problems("optim", config.optim, config.trainer.total_training_steps)
 
 
-def _snapshots(config: TrainConfig) -> Problems:
+def _snapshots(config: schema.TrainConfig) -> Problems:
     if config.trainer.snapshot_freq and config.trainer.max_staleness:
         yield "trainer.snapshot_freq", f"keeps no prompts on their way; set it or {STALENESS} to 0"
 
 
-def run_length_problems(config: TrainConfig, total_steps: int) -> Problems:
+def run_length_problems(config: schema.TrainConfig, total_steps: int) -> Problems:
     """Yield settings that do not fit the training steps of the run: the actor is never updated, or
     a warm-up does not end."""
     warmup, with_critic = config.critic.warmup_steps, needs_critic(config)
@@ -754,19 +745,21 @@ def run_length_problems(config: TrainConfig, total_steps: int) -> Problems:
         yield from warmup_problems("critic.optim", config.critic.optim, critic_steps)
 
 
-def _ranks_of(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> tuple[int, int]:
+def _ranks_of(
+    config: schema.TrainConfig | SFTConfig | RMConfig, role: str = "actor"
+) -> tuple[int, int]:
     """Return the number of ranks of a role, and that of its data-parallel ranks."""
-    if isinstance(config, TrainConfig):
+    if isinstance(config, schema.TrainConfig):
         return role_ranks.num_ranks(config, role), role_ranks.data_ranks(config, role)
     ranks = config.trainer.ranks
     return ranks, ranks // config.engine.model_parallel_size
 
 
-def _ranks_in_words(config: TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> str:
+def _ranks_in_words(config: schema.TrainConfig | SFTConfig | RMConfig, role: str = "actor") -> str:
     """Return the number of ranks of a role and its source: "4 ranks (trainer.nnodes=2 × …)"."""
     trainer, (ranks, parts) = config.trainer, _ranks_of(config, role)
     source = f"trainer.nnodes={trainer.nnodes} × trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-    if isinstance(config, TrainConfig):
+    if isinstance(config, schema.TrainConfig):
         placed = (n for n in (role, "actor") if getattr(config.placement, n) is not None)
         source = next((f"placement.{name}" for name in placed), source)
     whole, same = f"{ranks} ranks ({source})", ranks // parts

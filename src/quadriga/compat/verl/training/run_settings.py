@@ -25,22 +25,15 @@ from quadriga.errors import ConfigError
 from quadriga.single_controller import Worker
 from quadriga.single_controller.worker import plain_class
 from quadriga.trainer.preflight import check_train_config
+from quadriga.trainer.roles import registry
 from quadriga.trainer.roles.needs import uses_of_run
-from quadriga.trainer.roles.registry import (
-    AddedRole,
-    ResourcePoolManager as QuadrigaPools,
-    Role,
-    added_roles,
-    is_built_in,
-    registered_for,
-)
 from quadriga.trainer.roles.workers import ROLES_OF_USE, use_gpu, uses_by_pool
 
 C = TypeVar("C", TrainConfig, SFTConfig, GenerateConfig, EvalConfig)
 
-setattr(Role, "register", Role.add)  # noqa: B010 - verl's name
+setattr(registry.Role, "register", registry.Role.add)  # noqa: B010 - verl's name
 
-_REWARD_MODEL = Role.RewardModel.key
+_REWARD_MODEL = registry.Role.RewardModel.key
 """Also the name of a section of verl, which a program may leave in its configuration."""
 
 
@@ -62,7 +55,7 @@ def train_settings(config: VerlConfig, tell: bool = True) -> TrainConfig:
     """
     if isinstance(config, TrainConfig):
         return config
-    added = registered_for(())
+    added = registry.registered_for(())
     cls = with_roles({role.key: role.settings for role in added})
     values = plain_values(config)
     table = TRAIN
@@ -72,7 +65,7 @@ def train_settings(config: VerlConfig, tell: bool = True) -> TrainConfig:
     return settings_of(values, cls, {**table, **_rows(added)}, tell)
 
 
-def _rows(added: tuple[AddedRole, ...]) -> dict[str, Row]:
+def _rows(added: tuple[registry.AddedRole, ...]) -> dict[str, Row]:
     """Return the rows of the sections of added roles."""
     rows: dict[str, Row] = {}
     for role in added:
@@ -179,15 +172,15 @@ def validate_config(
     check_train_config(ours)
 
 
-_POLICY = (Role.ActorRolloutRef, Role.ActorRollout, Role.Actor)
+_POLICY = (registry.Role.ActorRolloutRef, registry.Role.ActorRollout, registry.Role.Actor)
 
 
-def worker_classes(mapping: Mapping[Role, object]) -> dict[Role, type[Worker]]:
+def worker_classes(mapping: Mapping[registry.Role, object]) -> dict[registry.Role, type[Worker]]:
     """Return the worker class of each role, also for the results of `ray.remote`."""
     return {role: plain_class(cls) for role, cls in mapping.items()}
 
 
-def check_called(roles: Iterable[Role], config: TrainConfig, where: str) -> None:
+def check_called(roles: Iterable[registry.Role], config: TrainConfig, where: str) -> None:
     """Check that a stage calls each role that a program has added to a trainer.
 
     Args:
@@ -198,14 +191,14 @@ def check_called(roles: Iterable[Role], config: TrainConfig, where: str) -> None
     Raises:
         ConfigError: names the role, and what to write.
     """
-    known = {added.role for added in added_roles(config)}
+    known = {added.role for added in registry.added_roles(config)}
     for role in roles:
-        if not isinstance(role, Role):
+        if not isinstance(role, registry.Role):
             raise ConfigError(
                 f"{where} has the key {role!r}, expected a role: Role.Critic, or the result of "
                 "Role.add('Judge')"
             )
-        if not (is_built_in(role) or role == Role.RewardModel or role in known):
+        if not (registry.is_built_in(role) or role == registry.Role.RewardModel or role in known):
             raise ConfigError(
                 f"{where} has role {role}, but no stage of a step calls it. Register it before the "
                 f"run: register_role(Role.{role.name}, worker=…, stages=[RoleStage('method', "
@@ -216,7 +209,7 @@ def check_called(roles: Iterable[Role], config: TrainConfig, where: str) -> None
 
 def check_stages(config: TrainConfig) -> None:
     """Check that the added roles of a run have stages. Raises `ConfigError` for one without."""
-    for added in added_roles(config):
+    for added in registry.added_roles(config):
         if not added.stages:
             raise ConfigError(
                 f"role {added.key} is registered without stages, so nothing would call it in a "
@@ -225,8 +218,10 @@ def check_stages(config: TrainConfig) -> None:
 
 
 def pools_of(
-    manager: ResourcePoolManager[Role] | QuadrigaPools | None, config: TrainConfig, device: str
-) -> QuadrigaPools | None:
+    manager: ResourcePoolManager[registry.Role] | registry.ResourcePoolManager | None,
+    config: TrainConfig,
+    device: str,
+) -> registry.ResourcePoolManager | None:
     """Return the pools of the run, from those of a program. None: those of the settings.
 
     An added role that is mapped to no pool shares the pool of the policy. A pool of verl's manager
@@ -237,13 +232,13 @@ def pools_of(
     mapping = dict(manager.mapping)
     shared = next((mapping[role] for role in _POLICY if role in mapping), None)
     if shared is not None:
-        mapping = {added.role: shared for added in added_roles(config)} | mapping
+        mapping = {added.role: shared for added in registry.added_roles(config)} | mapping
     spec, count = manager.resource_pool_spec, manager.max_colocate_count
     options: dict[str, object] = {"use_gpu": use_gpu(device), "max_colocate_count": count}
-    given = QuadrigaPools(spec, mapping, pool_options=options)
+    given = registry.ResourcePoolManager(spec, mapping, pool_options=options)
     used = uses_by_pool(config, given)
     uses = {role for use in uses_of_run(config) for role in ROLES_OF_USE.get(use, ())}
-    uses |= {added.role for added in added_roles(config)}
+    uses |= {added.role for added in registry.added_roles(config)}
     if idle := [str(role) for role in mapping if role not in uses]:
         print(f"roles that this run does not use: {', '.join(idle)}", file=sys.stderr)
     if unused := [name for name in spec if name not in used]:
@@ -251,5 +246,5 @@ def pools_of(
         print(told, file=sys.stderr)
         spec = {name: ranks for name, ranks in spec.items() if name in used}
         mapping = {role: name for role, name in mapping.items() if name in used}
-        given = QuadrigaPools(spec, mapping, pool_options=options)
+        given = registry.ResourcePoolManager(spec, mapping, pool_options=options)
     return given
