@@ -6,13 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quadriga.algorithms import policy_losses
 from quadriga.algorithms.advantages import ADVANTAGES, compute_advantages
-from quadriga.algorithms.policy_losses import (
-    POLICY_LOSSES,
-    compute_policy_loss,
-    get_policy_loss,
-    select_tokens,
-)
 from quadriga.algorithms.tensors import require_finite
 from quadriga.errors import (
     AlgorithmError,
@@ -50,7 +45,7 @@ def losses(name: str, **changes: Any) -> Tensor:
         "rollout_log_prob_BT": torch.zeros(4, 3),
         "selected_BT": torch.zeros(4, 3, dtype=torch.bool),
     }
-    return compute_policy_loss(name, **{**inputs, **changes}).loss_BT
+    return policy_losses.compute_policy_loss(name, **{**inputs, **changes}).loss_BT
 
 
 def selecting(name: str, **changes: Any) -> Tensor | None:
@@ -59,7 +54,7 @@ def selecting(name: str, **changes: Any) -> Tensor | None:
         "advantages_BT": torch.ones(4, 3),
         "response_mask_BT": torch.ones(4, 3, dtype=torch.int64),
     }
-    return select_tokens(name, **{**inputs, **changes})
+    return policy_losses.select_tokens(name, **{**inputs, **changes})
 
 
 def with_row(shape: tuple[int, ...], value: float, row: int = 2) -> Tensor:
@@ -99,7 +94,7 @@ def test_nan_or_infinity_in_an_estimator_names_tensor_and_row(
     ("name", "argument"),
     [
         (name, argument)
-        for name, entry in POLICY_LOSSES.items()
+        for name, entry in policy_losses.POLICY_LOSSES.items()
         for argument in entry.needs
         if argument not in ("response_mask_BT", "selected_BT")
     ],
@@ -141,7 +136,7 @@ def test_estimators_accept_batches_without_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 3)])
-@pytest.mark.parametrize("name", list(POLICY_LOSSES))
+@pytest.mark.parametrize("name", list(policy_losses.POLICY_LOSSES))
 def test_losses_accept_micro_batches_without_tokens_or_samples(
     name: str, shape: tuple[int, int]
 ) -> None:
@@ -227,7 +222,7 @@ def test_unknown_names_and_settings_raise_with_the_nearest_name() -> None:
     with pytest.raises(UnknownNameError, match=r"no advantage estimator 'gpro'.* mean 'grpo"):
         advantages("gpro")
     with pytest.raises(UnknownNameError, match=r"no policy loss 'gsop'.* did you mean 'gspo'"):
-        get_policy_loss("gsop")
+        policy_losses.get_policy_loss("gsop")
     with pytest.raises(UnknownSettingError, match="`gpg` reads no setting `f_nrom`; did you mean"):
         advantages("gpg", f_nrom=1.0)
     with pytest.raises(UnknownSettingError, match="`sapo` reads no setting `tau`"):

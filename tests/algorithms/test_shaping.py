@@ -6,41 +6,34 @@ import torch
 from algorithm_cases import NAN, Case, cases
 from hypothesis import given, settings
 
+from quadriga.algorithms import shaping
 from quadriga.algorithms.dynamic_sampling import dynamic_sampling
-from quadriga.algorithms.shaping import (
-    add_to_last_token,
-    drop_truncated,
-    nonzero_variance_rows,
-    overlong_penalty,
-    shape_rewards,
-    zero_variance_metrics,
-)
 from quadriga.errors import AlgorithmError, GroupError, NonFiniteError, ShapeError, UnknownNameError
 
 
 def test_overlong_penalty_by_hand() -> None:
-    got = overlong_penalty(
+    got = shaping.overlong_penalty(
         torch.tensor([0, 80, 85, 100, 120]), max_length=100, buffer_length=20, penalty_factor=2.0
     )
     assert got.tolist() == [0.0, 0.0, -0.5, -2.0, -2.0]
     assert not bool(torch.signbit(got[:1] + 0).any())
     with pytest.raises(AlgorithmError, match="buffer must be 1 … 100 tokens"):
-        overlong_penalty(torch.tensor([1]), max_length=100, buffer_length=101)
+        shaping.overlong_penalty(torch.tensor([1]), max_length=100, buffer_length=101)
 
 
 def test_amounts_are_added_at_the_last_generated_token() -> None:
     rewards = torch.ones(3, 3)
     mask = torch.tensor([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
-    got = add_to_last_token(rewards, mask, torch.tensor([-1.0, 4.0, 9.0]))
+    got = shaping.add_to_last_token(rewards, mask, torch.tensor([-1.0, 4.0, 9.0]))
     assert got.tolist() == [[1, 1, 0], [5, 1, 1], [1, 1, 1]]
     assert rewards.tolist() == [[1] * 3] * 3
 
 
 def test_truncated_samples_are_removed_from_the_mask() -> None:
-    got = drop_truncated(torch.tensor([[1, 1], [1, 0]]), torch.tensor([1, 0]))
+    got = shaping.drop_truncated(torch.tensor([[1, 1], [1, 0]]), torch.tensor([1, 0]))
     assert got.tolist() == [[False, False], [True, False]]
     with pytest.raises(ShapeError, match="`truncated` has shape"):
-        drop_truncated(torch.ones(2, 2), torch.ones(3))
+        shaping.drop_truncated(torch.ones(2, 2), torch.ones(3))
 
 
 @settings(max_examples=40, deadline=None)
@@ -59,7 +52,7 @@ def test_clipping_and_whitening(limit: float | None, whiten: bool, case: Case) -
         ]
         centre = ref.mean(chosen) if chosen else 0.0
         rows = [[x + centre for x in row] for row in ref.whiten(rows, case.mask)]
-    got = shape_rewards(case.rewards, case.mask, clip=limit, whiten=whiten)
+    got = shaping.shape_rewards(case.rewards, case.mask, clip=limit, whiten=whiten)
     for i, ms in enumerate(case.mask.tolist()):
         for t, m in enumerate(ms):
             assert got[i, t].item() == pytest.approx(rows[i][t] if m else 0.0, rel=1e-6, abs=1e-7)
@@ -72,7 +65,7 @@ GROUPS = ["a", "a", "b", "b", "c", "c", "d", "d", "e", "e"]
 
 
 def test_metrics_of_zero_variance_groups_by_hand() -> None:
-    got = zero_variance_metrics(SCORES, GROUPS)
+    got = shaping.zero_variance_metrics(SCORES, GROUPS)
     assert got == pytest.approx(
         {
             "total": 5.0,
@@ -83,7 +76,10 @@ def test_metrics_of_zero_variance_groups_by_hand() -> None:
             "std_mean": (0.5**0.5 + 0.125**0.5) / 5,
         }
     )
-    assert nonzero_variance_rows(SCORES, GROUPS).tolist() == [True] * 2 + [False] * 6 + [True] * 2
+    assert (
+        shaping.nonzero_variance_rows(SCORES, GROUPS).tolist()
+        == [True] * 2 + [False] * 6 + [True] * 2
+    )
 
 
 def test_refill_requests_the_missing_groups_and_keeps_groups_with_signal() -> None:
@@ -112,14 +108,14 @@ def test_an_under_filled_batch_is_filled_with_weight_zero_or_raises() -> None:
 def test_invalid_arguments_raise() -> None:
     rewards = torch.tensor([[5.0, -5.0, NAN], [0.5, 0.5, 0.5]])
     with pytest.raises(AlgorithmError, match="`reward_clip` must be above 0"):
-        shape_rewards(rewards, torch.tensor([[1, 1, 0], [1, 1, 1]]), clip=0.0)
+        shaping.shape_rewards(rewards, torch.tensor([[1, 1, 0], [1, 1, 1]]), clip=0.0)
     with pytest.raises(NonFiniteError, match="`token_level_rewards` is nan at row 0, token 2"):
-        shape_rewards(rewards, torch.ones(2, 3))
+        shaping.shape_rewards(rewards, torch.ones(2, 3))
     with pytest.raises(UnknownNameError, match="no policy for under-filled batches 'stop'"):
         dynamic_sampling(SCORES, GROUPS, wanted_groups=1, under_filled="stop")
     with pytest.raises(AlgorithmError, match="must be at least 1"):
         dynamic_sampling(SCORES, GROUPS, wanted_groups=0)
     with pytest.raises(GroupError, match="at least one, but has shape"):
-        zero_variance_metrics(torch.empty(0), [])
+        shaping.zero_variance_metrics(torch.empty(0), [])
     with pytest.raises(NonFiniteError, match="`scores` is nan at row 1"):
-        nonzero_variance_rows(torch.tensor([0.0, NAN]), ["a", "a"])
+        shaping.nonzero_variance_rows(torch.tensor([0.0, NAN]), ["a", "a"])

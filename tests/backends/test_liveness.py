@@ -10,14 +10,7 @@ from worker_cases import Adder
 from quadriga.backends.ray import health
 from quadriga.backends.ray.cluster import RayNode
 from quadriga.errors import WorkerDiedError
-from quadriga.single_controller.backend import (
-    RankFacts,
-    RankHandle,
-    RankSet,
-    Watch,
-    broken_groups,
-    forget,
-)
+from quadriga.single_controller import backend
 
 
 class Clock:
@@ -91,7 +84,9 @@ def test_a_look_at_a_thousand_ranks_probes_each_node_once(monkeypatch):
         health, "probe_nodes", lambda ids: asked.append(sorted(ids)) or dict.fromkeys(ids, "open")
     )
     handles = [
-        RankHandle(None, "", RankFacts(i, 1024, "", 0, "", "", node_id=f"n{i // 8:03}"))
+        backend.RankHandle(
+            None, "", backend.RankFacts(i, 1024, "", 0, "", "", node_id=f"n{i // 8:03}")
+        )
         for i in range(1024)
     ]
     assert health.dead_ranks(handles) == []
@@ -129,15 +124,15 @@ class Lost:
 
 def test_a_watch_goes_on_after_an_error_of_its_own(caplog):
     """It is logged once, and the death that comes later is still found."""
-    ranks = RankSet(Lost(), [], {})
-    watch = Watch(ranks, 0.01)
+    ranks = backend.RankSet(Lost(), [], {})
+    watch = backend.Watch(ranks, 0.01)
     try:
         deadline = time.monotonic() + 20
-        while id(ranks) not in broken_groups and time.monotonic() < deadline:
+        while id(ranks) not in backend.broken_groups and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert str(broken_groups[id(ranks)]) == "a rank died"
+        assert str(backend.broken_groups[id(ranks)]) == "a rank died"
         logged = [r.getMessage() for r in caplog.records]
         assert len(logged) == 1 and "RuntimeError: the control store" in logged[0]
     finally:
         watch.stop()
-        forget(ranks)
+        backend.forget(ranks)

@@ -12,6 +12,7 @@ import ray
 from worker_cases import Adder, Cases, Coroutines, Nested, group_on, taken_over
 
 from processes import run_python
+from quadriga import errors
 from quadriga.backends import get_backend
 from quadriga.backends.ray import (
     RayClassWithInitArgs,
@@ -23,13 +24,6 @@ from quadriga.backends.ray import (
 )
 from quadriga.backends.ray.pool import NodeResources
 from quadriga.containment import import_file
-from quadriga.errors import (
-    ConfigError,
-    DispatchError,
-    PlacementError,
-    WorkerDiedError,
-    WorkerMethodError,
-)
 from quadriga.single_controller import Dispatch, Execute, ResourcePool, Worker, register
 
 HERE = Path(__file__).parent
@@ -77,7 +71,7 @@ def test_bundles():
 
 
 def test_a_pool_that_cannot_be_placed(ray_backend):
-    with pytest.raises(PlacementError, match="1 GPU"):
+    with pytest.raises(errors.PlacementError, match="1 GPU"):
         RayResourcePool([1], max_colocate_count=1).get_placement_groups()
 
 
@@ -97,10 +91,10 @@ def test_names_of_ranks_and_a_name_that_is_taken(pool):
     nodes = ray.get(center.get_worker_info.remote(), timeout=30)
     assert nodes == dict.fromkeys(range(2), ray.get_runtime_context().get_node_id())
     other = RayResourcePool([1], use_gpu=False, max_colocate_count=1)
-    with pytest.raises(ConfigError, match=r"'run_Adder_0:0' exists already"):
+    with pytest.raises(errors.ConfigError, match=r"'run_Adder_0:0' exists already"):
         group_on(other, name_prefix="run_")
     kept = RayResourcePool([1], use_gpu=False, max_colocate_count=1, detached=True)
-    with pytest.raises(PlacementError, match="another group has the prefix 'run_'"):
+    with pytest.raises(errors.PlacementError, match="another group has the prefix 'run_'"):
         group_on(kept, Nested, name_prefix="run_", register_center=True, detached=True)
     with pytest.raises(ValueError, match="run_Nested_0:0"):  # its rank was ended
         ray.get_actor("run_Nested_0:0")
@@ -146,7 +140,7 @@ def test_existing_workers_by_their_handles(pool):
     assert taken.master_port == first.master_port
     first.shutdown()
     first.wait_until_ended()
-    with pytest.raises(WorkerDiedError, match="has ended"):
+    with pytest.raises(errors.WorkerDiedError, match="has ended"):
         taken_over(worker_handles=first.workers)
 
 
@@ -172,11 +166,13 @@ def test_groups_run_at_the_same_time(ray_cases, start_on_ray, tmp_path):
 
 
 def test_a_group_needs_a_pool_and_a_class():
-    with pytest.raises(DispatchError, match="needs a resource_pool"):
+    with pytest.raises(errors.DispatchError, match="needs a resource_pool"):
         RayWorkerGroup(None, RayClassWithInitArgs(Adder))
-    with pytest.raises(DispatchError, match="needs ray_cls_with_init"):
+    with pytest.raises(errors.DispatchError, match="needs ray_cls_with_init"):
         RayWorkerGroup(None, None)
-    with pytest.raises(PlacementError, match=r"needs a pool on Ray .* got ResourcePool\(\[2\]\)"):
+    with pytest.raises(
+        errors.PlacementError, match=r"needs a pool on Ray .* got ResourcePool\(\[2\]\)"
+    ):
         get_backend("ray").worker_group(ResourcePool([2]), RayClassWithInitArgs(Adder))
 
 
@@ -189,7 +185,7 @@ def test_another_driver_takes_a_detached_group_over(ray_backend):
 
 
 def test_a_detached_worker_that_does_not_exist(ray_backend):
-    with pytest.raises(WorkerDiedError, match="has no worker named 'absent'"):
+    with pytest.raises(errors.WorkerDiedError, match="has no worker named 'absent'"):
         taken_over(worker_names=["absent"])
 
 
@@ -335,10 +331,10 @@ class AlsoAsync(Beside):
 def test_a_method_runs_beside_another_one_in_the_order_of_its_calls(start_on_ray):
     group = start_on_ray(Beside, 1)
     waiting = group.wait.submit()
-    with pytest.raises(WorkerMethodError, match="a negative sign"):
+    with pytest.raises(errors.WorkerMethodError, match="a negative sign"):
         group.give(-1)
     for given in [group.give.submit(sign) for sign in range(3)]:
         given.get()
     assert waiting.get() == [[0, 1, 2]]
-    with pytest.raises(DispatchError, match="give is registered with beside=True, but"):
+    with pytest.raises(errors.DispatchError, match="give is registered with beside=True, but"):
         start_on_ray(AlsoAsync, 1)

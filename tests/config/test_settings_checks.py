@@ -8,12 +8,7 @@ from quadriga.config import schema
 from quadriga.config.commands import ArithmeticDataConfig, EvalConfig, GenerateConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.errors import ConfigError
-from quadriga.trainer.checks.settings import (
-    check_fine_tuning_settings,
-    check_generate_settings,
-    check_train_settings,
-    check_values,
-)
+from quadriga.trainer.checks import settings
 
 N = "actor_rollout_ref.rollout.n"
 ACTOR = "actor_rollout_ref.actor"
@@ -47,22 +42,22 @@ APART = ("placement.actor=[0]", "trainer.n_gpus_per_node=3", LOCAL)
     ],
 )
 def test_several_local_ranks_of_a_role_that_computes_together_are_refused(overrides, ranks):
-    message = error_of(check_train_settings, schema.TrainConfig, overrides)
+    message = error_of(settings.check_train_settings, schema.TrainConfig, overrides)
     assert ranks in message and "trainer.backend=local runs no collectives" in message
 
 
 def test_local_ranks_that_need_no_collectives_pass():
     placed = ("placement.rollout=[1-2]", "data.train_batch_size=8", f"{MINI}=8")
-    check_train_settings(load_config(schema.TrainConfig, [*placed, *APART]))
-    check_train_settings(load_config(schema.TrainConfig, [LOCAL]))
-    check_fine_tuning_settings(load_config(SFTConfig, [LOCAL]))
+    settings.check_train_settings(load_config(schema.TrainConfig, [*placed, *APART]))
+    settings.check_train_settings(load_config(schema.TrainConfig, [LOCAL]))
+    settings.check_fine_tuning_settings(load_config(SFTConfig, [LOCAL]))
 
 
 def test_defaults_pass():
-    check_train_settings(schema.TrainConfig())
-    check_fine_tuning_settings(SFTConfig())
-    check_generate_settings(GenerateConfig())
-    check_values(ArithmeticDataConfig())
+    settings.check_train_settings(schema.TrainConfig())
+    settings.check_fine_tuning_settings(SFTConfig())
+    settings.check_generate_settings(GenerateConfig())
+    settings.check_values(ArithmeticDataConfig())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +120,7 @@ def test_defaults_pass():
     ],
 )  # fmt: skip
 def test_conflicting_settings(overrides, words):
-    assert words in error_of(check_train_settings, schema.TrainConfig, overrides)
+    assert words in error_of(settings.check_train_settings, schema.TrainConfig, overrides)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +144,7 @@ def test_conflicting_settings(overrides, words):
     ],
 )
 def test_unknown_names_and_choices_name_the_nearest(override, words):
-    assert words in error_of(check_train_settings, schema.TrainConfig, [override])
+    assert words in error_of(settings.check_train_settings, schema.TrainConfig, [override])
 
 
 @pytest.mark.parametrize(
@@ -166,7 +161,7 @@ def test_unknown_names_and_choices_name_the_nearest(override, words):
     ],
 )
 def test_values_out_of_range(override, words):
-    assert words in error_of(check_train_settings, schema.TrainConfig, [override])
+    assert words in error_of(settings.check_train_settings, schema.TrainConfig, [override])
 
 
 def test_sft_settings():
@@ -178,29 +173,29 @@ def test_sft_settings():
             "set it to 6 or 8",
         ),
     ):
-        message = error_of(check_fine_tuning_settings, SFTConfig, given)
+        message = error_of(settings.check_fine_tuning_settings, SFTConfig, given)
         assert words in message and message.endswith(end)
 
 
 @pytest.mark.parametrize("setting", ["model.freeze=['*']", "model.lora.rank=2"])
 def test_a_model_that_is_not_trained_has_no_adapters_and_no_frozen_weights(setting):
-    words = error_of(check_generate_settings, GenerateConfig, [setting])
+    words = error_of(settings.check_generate_settings, GenerateConfig, [setting])
     assert setting.rsplit("=")[0].removesuffix(".rank") in words and "is not" in words
 
 
 def test_generate_settings():
     words = "n=3 greedy responses (sampling.temperature=0) would all be equal"
-    assert words in error_of(check_generate_settings, GenerateConfig, ["n=3"])
-    check_generate_settings(load_config(GenerateConfig, ["n=3", "sampling.temperature=1"]))
+    assert words in error_of(settings.check_generate_settings, GenerateConfig, ["n=3"])
+    settings.check_generate_settings(load_config(GenerateConfig, ["n=3", "sampling.temperature=1"]))
 
 
 def test_a_settings_object_made_in_python_is_checked_too():
     config = schema.TrainConfig(trainer=schema.TrainerConfig(backend="rya"))
     with pytest.raises(ConfigError, match=r"trainer\.backend must be one of ray, local") as caught:
-        check_train_settings(config)
+        settings.check_train_settings(config)
     assert caught.value.nearest == "ray"
     with pytest.raises(ConfigError, match=r"pass_at\[1\] must be"):
-        check_values(EvalConfig(pass_at=[1, 0]))
+        settings.check_values(EvalConfig(pass_at=[1, 0]))
 
 
 def test_choices_equal_the_tables_of_higher_layers():

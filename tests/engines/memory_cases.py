@@ -13,13 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from memory_models import CONFIGS, peak_of
-from quadriga.config.schema import (
-    Checkpointing,
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from quadriga.config import schema
 from quadriga.engines import sharding
 from quadriga.engines.base import EntropyUse
 from quadriga.engines.fsdp import FSDPEngine
@@ -47,7 +41,7 @@ class Case:
     """
 
     family: str
-    checkpointing: Checkpointing = False
+    checkpointing: schema.Checkpointing = False
     micro_batch: int | None = None
     early: bool | None = None
     unit: int = ONE_UNIT
@@ -110,14 +104,14 @@ def write_models(folder: Path) -> None:
         AutoModelForCausalLM.from_config(config()).save_pretrained(folder / family)
 
 
-def settings(case: Case, folder: Path) -> tuple[ModelConfig, EngineConfig]:
-    model = ModelConfig(
+def settings(case: Case, folder: Path) -> tuple[schema.ModelConfig, schema.EngineConfig]:
+    model = schema.ModelConfig(
         path=str(folder / case.family),
         gradient_checkpointing=case.checkpointing,
         freeze=case.freeze,
-        lora=LoraConfig(rank=case.rank),
+        lora=schema.LoraConfig(rank=case.rank),
     )
-    engine = EngineConfig(
+    engine = schema.EngineConfig(
         reduce_each_micro_batch=case.early,
         fsdp_size=case.fsdp_size,
         tensor_parallel_size=case.tensor,
@@ -140,7 +134,7 @@ def measured(case: Case, folder: Path) -> Measured:
     """Make steps with a real engine."""
     model, engine_settings = settings(case, folder)
     engine = FSDPEngine(
-        model, engine_settings, OptimConfig(), total_steps=4,
+        model, engine_settings, schema.OptimConfig(), total_steps=4,
         min_unit_parameters=case.unit,
     )  # fmt: skip
     batch = ROWS.batch()

@@ -7,16 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from quadriga import errors
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig
 from quadriga.engines import build_engine
 from quadriga.engines.fsdp import FSDPEngine
-from quadriga.errors import (
-    CheckpointError,
-    ConfigError,
-    FieldError,
-    NonFiniteError,
-    UnknownNameError,
-)
 from quadriga.models.loading import load_causal_lm
 
 build, step, weights = cases.trainable, cases.step, cases.weights
@@ -67,12 +61,12 @@ def test_skipped_steps_in_a_row_are_counted_over_a_resume(model_folder, tmp_path
     resumed = build(model_folder, settings)
     resumed.load(tmp_path / "one")
     step(resumed, damaged)
-    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+    with pytest.raises(errors.NonFiniteError, match="3 optimizer steps in a row"):
         step(resumed, damaged)
     resumed.load(tmp_path / "none")  # to before the first of them
     for _ in range(2):
         step(resumed, damaged)
-    with pytest.raises(NonFiniteError, match="3 optimizer steps in a row"):
+    with pytest.raises(errors.NonFiniteError, match="3 optimizer steps in a row"):
         step(resumed, damaged)
 
 
@@ -163,19 +157,19 @@ def test_rank_without_rows_returns_empty_outputs(model_folder):
 
 
 def test_invalid_input_is_rejected(model_folder, tmp_path):
-    with pytest.raises(ConfigError, match="no optimizer"):
+    with pytest.raises(errors.ConfigError, match="no optimizer"):
         step(build(model_folder, None))
-    with pytest.raises(FieldError, match="response_mask"):
+    with pytest.raises(errors.FieldError, match="response_mask"):
         build(model_folder).forward(
             {"input_ids": torch.ones(1, 2), "attention_mask": torch.ones(1, 2)}
         )
-    with pytest.raises(ConfigError, match="total_steps"):
+    with pytest.raises(errors.ConfigError, match="total_steps"):
         build_engine(
             ModelConfig(path=model_folder), EngineConfig(), OptimConfig(lr_scheduler="cosine")
         )
-    with pytest.raises(UnknownNameError, match="did you mean 'fsdp'"):
+    with pytest.raises(errors.UnknownNameError, match="did you mean 'fsdp'"):
         build_engine(ModelConfig(path=model_folder), EngineConfig(name="fsdp2"))
-    with pytest.raises(ConfigError, match="fsdp_size"):
+    with pytest.raises(errors.ConfigError, match="fsdp_size"):
         build_engine(ModelConfig(path=model_folder), EngineConfig(fsdp_size=3))
-    with pytest.raises(CheckpointError, match="missing"):
+    with pytest.raises(errors.CheckpointError, match="missing"):
         build(model_folder).load(tmp_path)

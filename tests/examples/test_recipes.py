@@ -20,12 +20,7 @@ from quadriga.config.plan import batch_plan
 from quadriga.config.role_ranks import num_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
-from quadriga.trainer.checks.settings import (
-    check_eval_settings,
-    check_fine_tuning_settings,
-    check_generate_settings,
-    check_train_settings,
-)
+from quadriga.trainer.checks import settings
 from quadriga.trainer.evaluation import run_generation
 from quadriga.trainer.main import run_training
 
@@ -54,16 +49,16 @@ def command_of(path):
 def check(config):
     """Check settings as the command does before it starts a process."""
     if isinstance(config, TrainConfig):
-        check_train_settings(config)
+        settings.check_train_settings(config)
         plan = batch_plan(config)
         assert plan.sequences % num_ranks(config, "actor") == 0
     elif isinstance(config, SFTConfig | RMConfig):
-        check_fine_tuning_settings(config)
+        settings.check_fine_tuning_settings(config)
     elif isinstance(config, EvalConfig):
-        check_eval_settings(config)
+        settings.check_eval_settings(config)
     else:
         assert isinstance(config, GenerateConfig)
-        check_generate_settings(config)
+        settings.check_generate_settings(config)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)

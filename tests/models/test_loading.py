@@ -7,20 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from quadriga import models
 from quadriga.config.schema import ModelConfig
 from quadriga.errors import ModelError
-from quadriga.models import (
-    TinyModel,
-    check_model_folder,
-    load_causal_lm,
-    load_tokenizer,
-    load_value_model,
-    write_tiny_model,
-)
 from quadriga.models.folder import end_token_ids
 
 TEXTS = ["Tom has 3 apples. He buys 4 more.", "3+4=7\n#### 7", "Ann gives 12 pens to Zoe?"] * 4
-SHAPE = TinyModel(hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48)
+SHAPE = models.TinyModel(
+    hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=48
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -31,7 +26,7 @@ def _one_thread():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiny")
-    write_tiny_model(path, TEXTS, SHAPE, seed=3)
+    models.write_tiny_model(path, TEXTS, SHAPE, seed=3)
     return path
 
 
@@ -53,7 +48,7 @@ def copy(folder, tmp_path):
 def test_end_tokens_are_those_of_the_generation_settings_else_of_the_config(
     copy, generation, config, ends
 ):
-    tokenizer = load_tokenizer(copy)
+    tokenizer = models.load_tokenizer(copy)
     (copy / "generation_config.json").unlink()
     if generation is not None:
         (copy / "generation_config.json").write_text(json.dumps(generation))
@@ -65,19 +60,19 @@ def test_equal_seeds_give_equal_weights_and_keep_the_random_state(folder, tmp_pa
     torch.manual_seed(9)
     expected = torch.rand(3)
     torch.manual_seed(9)
-    count = write_tiny_model(tmp_path / "same", TEXTS, SHAPE, seed=3)
+    count = models.write_tiny_model(tmp_path / "same", TEXTS, SHAPE, seed=3)
     assert torch.rand(3).equal(expected)
-    write_tiny_model(tmp_path / "other", TEXTS, SHAPE, seed=4)
-    weights = load_causal_lm(folder).state_dict()
+    models.write_tiny_model(tmp_path / "other", TEXTS, SHAPE, seed=4)
+    weights = models.load_causal_lm(folder).state_dict()
     assert count == sum(tensor.numel() for tensor in weights.values())
-    same = load_causal_lm(tmp_path / "same").state_dict()
-    other = load_causal_lm(tmp_path / "other").state_dict()
+    same = models.load_causal_lm(tmp_path / "same").state_dict()
+    other = models.load_causal_lm(tmp_path / "other").state_dict()
     assert all(weights[name].equal(same[name]) for name in weights)
     assert not weights["lm_head.weight"].equal(other["lm_head.weight"])
 
 
 def test_tokenizer_decodes_what_it_encodes_and_splits_digits(folder):
-    tokenizer = load_tokenizer(folder)
+    tokenizer = models.load_tokenizer(folder)
     for text in (*TEXTS, "Ünknown wörds, 日本, tabs\tand  spaces\n\n", "1234567890"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
     pieces = [tokenizer.decode([i]) for i in tokenizer.encode("34+128=162\n#### 162")]
@@ -87,12 +82,12 @@ def test_tokenizer_decodes_what_it_encodes_and_splits_digits(folder):
 
 def test_tiny_model_sizes_are_checked():
     with pytest.raises(ModelError, match="multiple of num_heads"):
-        TinyModel(hidden_size=100, num_heads=3)
+        models.TinyModel(hidden_size=100, num_heads=3)
 
 
 def test_value_model_has_a_zero_head_on_the_policy_backbone(folder):
-    values = load_value_model(folder)
-    policy = load_causal_lm(folder)
+    values = models.load_value_model(folder)
+    policy = models.load_causal_lm(folder)
     ids = torch.tensor([[3, 5, 7, 9]])
     with torch.no_grad():
         found = values(input_ids=ids).logits
@@ -105,7 +100,7 @@ def test_value_model_has_a_zero_head_on_the_policy_backbone(folder):
 
 @pytest.mark.parametrize("reward", [False, True])
 def test_the_head_of_a_value_model_or_a_reward_model_is_loaded(folder, tmp_path, reward):
-    model = load_value_model(folder)
+    model = models.load_value_model(folder)
     if reward:
         model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
     assert (model.score.bias is None) is reward
@@ -114,13 +109,13 @@ def test_the_head_of_a_value_model_or_a_reward_model_is_loaded(folder, tmp_path,
         if not reward:
             model.score.bias.fill_(0.5)
     model.save_pretrained(tmp_path)
-    again = load_value_model(tmp_path)
+    again = models.load_value_model(tmp_path)
     assert again.score.weight.equal(model.score.weight)
     assert again.score.bias.item() == (0 if reward else 0.5)
     assert again.model.embed_tokens.weight.equal(model.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+@pytest.mark.parametrize("load", [models.load_causal_lm, models.load_value_model])
 def test_dtype_and_attention_settings_are_used_and_nothing_is_printed(folder, load, capfd):
     model = load(ModelConfig(path=str(folder), attn_implementation="eager"), dtype="bfloat16")
     assert model.dtype == torch.bfloat16 and not model.training
@@ -130,7 +125,7 @@ def test_dtype_and_attention_settings_are_used_and_nothing_is_printed(folder, lo
 
 def test_unknown_dtype_is_rejected(folder):
     with pytest.raises(ModelError, match="float8"):
-        load_causal_lm(folder, dtype="float8")
+        models.load_causal_lm(folder, dtype="float8")
 
 
 def test_tokenizer_without_padding_token_or_end_token(copy):
@@ -138,12 +133,12 @@ def test_tokenizer_without_padding_token_or_end_token(copy):
     settings = json.loads(path.read_text())
     del settings["pad_token"]
     path.write_text(json.dumps(settings))
-    tokenizer = load_tokenizer(copy)
+    tokenizer = models.load_tokenizer(copy)
     assert tokenizer.pad_token_id == tokenizer.eos_token_id is not None
     del settings["eos_token"]
     path.write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="has no end token"):
-        load_tokenizer(copy)
+        models.load_tokenizer(copy)
 
 
 def _config(folder, **changes):
@@ -178,23 +173,23 @@ DAMAGES = [
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
 def test_error_names_the_damaged_folder(copy, damage, message):
-    check_model_folder(copy)
+    models.check_model_folder(copy)
     damage(copy)
     with pytest.raises(ModelError, match=message) as caught:
-        check_model_folder(copy)
+        models.check_model_folder(copy)
     assert str(copy) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_missing_weights_raise_model_error(copy):
     _config(copy, num_hidden_layers=2)
     with pytest.raises(ModelError, match="lack 9 tensors"):
-        load_causal_lm(copy)
+        models.load_causal_lm(copy)
     with pytest.raises(ModelError, match=r"lack 9 tensors of the backbone"):
-        load_value_model(copy)
+        models.load_value_model(copy)
 
 
 def test_file_or_empty_path_is_rejected(folder):
     with pytest.raises(ModelError, match="is a file, not a folder"):
-        check_model_folder(folder / "config.json")
+        models.check_model_folder(folder / "config.json")
     with pytest.raises(ModelError, match="the path of the model folder is empty"):
-        check_model_folder("")
+        models.check_model_folder("")

@@ -12,13 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quadriga.algorithms.full_kl import kl_full
 from quadriga.errors import AlgorithmError, ShapeError
-from quadriga.models.log_probs import (
-    entropy_from_logits,
-    linear_full_kl,
-    linear_log_probs,
-    log_probs_and_entropy,
-    log_probs_from_logits,
-)
+from quadriga.models import log_probs
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +35,7 @@ def problem(count: int, vocabulary: int, size: int) -> list[Tensor]:
 def test_two_logits_by_hand() -> None:
     # p = (1/4, 3/4): log p(1) = log 3/4, H = log 4 − 3/4·log 3.
     logits = torch.tensor([[0.0, torch.tensor(3.0).log()]])
-    log_prob, entropy = log_probs_and_entropy(logits, torch.tensor([1]))
+    log_prob, entropy = log_probs.log_probs_and_entropy(logits, torch.tensor([1]))
     assert log_prob.item() == pytest.approx(-0.2876820724)
     assert entropy.item() == pytest.approx(0.5623351446)
 
@@ -53,7 +47,7 @@ def test_values_and_gradients_from_logits(
 ) -> None:
     logits = (4 * torch.randn(shape)).requires_grad_()
     labels = torch.randint(0, shape[-1], shape[:-1])
-    got = log_probs_and_entropy(logits, labels, temperature, entropy=entropy)
+    got = log_probs.log_probs_and_entropy(logits, labels, temperature, entropy=entropy)
     want = naive(logits, labels, temperature)
     torch.testing.assert_close(got[0].double(), want[0], rtol=1e-5, atol=1e-5)
     weights = torch.randn(2, *labels.shape)
@@ -70,7 +64,7 @@ def test_values_and_gradients_from_logits(
 def test_half_precision_logits_are_summed_in_float32() -> None:
     logits = torch.randn(4, 32_768).bfloat16().requires_grad_()
     labels = torch.randint(0, 32_768, (4,))
-    got = log_probs_from_logits(logits, labels)
+    got = log_probs.log_probs_from_logits(logits, labels)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got.double(), naive(logits, labels, 1.0)[0], rtol=1e-6, atol=1e-5)
     got.sum().backward()
@@ -79,7 +73,7 @@ def test_half_precision_logits_are_summed_in_float32() -> None:
 
 def test_infinite_and_huge_logits_give_finite_results() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 0.0], [1e4, -1e4, 0.0]], requires_grad=True)
-    entropy = entropy_from_logits(logits)
+    entropy = log_probs.entropy_from_logits(logits)
     assert entropy.tolist() == pytest.approx([0.6931472, 0.0])
     entropy.sum().backward()
     assert logits.grad is not None and bool(torch.isfinite(logits.grad).all())
@@ -100,7 +94,7 @@ def test_values_and_gradients_from_hidden_states(
     for form in (False, True):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         if form:
-            pair = linear_log_probs(h, w, labels, temperature, tile_elements=tile)
+            pair = log_probs.linear_log_probs(h, w, labels, temperature, tile_elements=tile)
         else:
             pair = naive(h @ w.T, labels, temperature)
         ((a * pair[0]).sum() + (b * pair[1]).sum()).backward()
@@ -113,7 +107,7 @@ def test_linear_log_probs_splits_rows_and_keeps_shapes(monkeypatch: pytest.Monke
     monkeypatch.setattr("quadriga.models.log_probs._TILE_ROWS", 4)
     hidden, weight, labels, a, _ = problem(10, 13, 3)
     hidden = hidden.requires_grad_()
-    got, entropy = linear_log_probs(
+    got, entropy = log_probs.linear_log_probs(
         hidden.view(2, 5, 3), weight, labels.view(2, 5), tile_elements=20, entropy=False
     )
     want = naive(hidden @ weight.T, labels, 1.0)[0]
@@ -126,11 +120,11 @@ def test_linear_log_probs_splits_rows_and_keeps_shapes(monkeypatch: pytest.Monke
 def test_linear_log_probs_with_frozen_weight_and_with_bfloat16() -> None:
     hidden, weight, labels, _, _ = problem(6, 40, 8)
     hidden = hidden.requires_grad_()
-    linear_log_probs(hidden, weight, labels)[0].sum().backward()
+    log_probs.linear_log_probs(hidden, weight, labels)[0].sum().backward()
     assert hidden.grad is not None and weight.grad is None
     half_h = hidden.detach().bfloat16().requires_grad_()
     half_w = weight.bfloat16().requires_grad_()
-    got, _ = linear_log_probs(half_h, half_w, labels, tile_elements=64)
+    got, _ = log_probs.linear_log_probs(half_h, half_w, labels, tile_elements=64)
     assert got.dtype == torch.float32
     want = naive(half_h @ half_w.T, labels, 1.0)[0]
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
@@ -160,7 +154,7 @@ def test_no_tensor_of_all_logits_is_created() -> None:
     hidden, weight, labels, a, _ = problem(count, vocabulary, size)
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     with LargestTensor() as largest:
-        log_prob, entropy = linear_log_probs(hidden, weight, labels, tile_elements=8192)
+        log_prob, entropy = log_probs.linear_log_probs(hidden, weight, labels, tile_elements=8192)
         ((a * log_prob).sum() - entropy.sum()).backward()
     assert largest.elements <= max(8192, vocabulary * size) <= count * vocabulary / 8
 
@@ -168,9 +162,9 @@ def test_no_tensor_of_all_logits_is_created() -> None:
 def test_invalid_inputs_are_rejected() -> None:
     hidden, _, labels, _, _ = problem(4, 5, 3)
     with pytest.raises(ShapeError, match=r"`labels` has shape \[3\], but \[4\]"):
-        log_probs_from_logits(hidden, labels[:3])
+        log_probs.log_probs_from_logits(hidden, labels[:3])
     with pytest.raises(AlgorithmError, match="`temperature` must be above 0"):
-        log_probs_from_logits(hidden, labels, 0.0)
+        log_probs.log_probs_from_logits(hidden, labels, 0.0)
 
 
 VOCABULARY = 7
@@ -213,7 +207,7 @@ def test_ranks_that_split_the_vocabulary(monkeypatch, cut, tile, entropy):
         return (log_prob * scale[0]).sum() + (ent * scale[1]).sum() * entropy
 
     whole = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-    expected = log_probs_and_entropy(whole[0] @ whole[1].T, labels, 0.7, entropy=entropy)
+    expected = log_probs.log_probs_and_entropy(whole[0] @ whole[1].T, labels, 0.7, entropy=entropy)
     loss(*expected).backward()
     ranks = TwoRanks(monkeypatch)
     spans = [(0, cut), (cut, VOCABULARY)]
@@ -222,7 +216,7 @@ def test_ranks_that_split_the_vocabulary(monkeypatch, cut, tile, entropy):
     ]
 
     def forward(rank):
-        return linear_log_probs(
+        return log_probs.linear_log_probs(
             *own[rank],
             labels - spans[rank][0],
             0.7,
@@ -262,7 +256,9 @@ def test_full_kl_values_and_gradients(size, temperature: float, chunk: int | Non
     for linear in (False, True):
         hidden, weight = h.clone().requires_grad_(), w.clone().requires_grad_()
         if linear:
-            kl = linear_full_kl(hidden, weight, h_ref, w_ref, temperature, chunk_elements=chunk)
+            kl = log_probs.linear_full_kl(
+                hidden, weight, h_ref, w_ref, temperature, chunk_elements=chunk
+            )
         else:
             kl = kl_full((hidden @ weight.T).double(), (h_ref @ w_ref.T).double(), temperature)
         kl.backward(upstream.to(kl.dtype))
@@ -274,7 +270,7 @@ def test_full_kl_values_and_gradients(size, temperature: float, chunk: int | Non
 def test_full_kl_in_bfloat16_with_frozen_weight() -> None:
     h, w, h_ref, w_ref = kl_problem(9, 40, 8, 8, torch.bfloat16)
     hidden = h.requires_grad_()
-    kl = linear_full_kl(hidden, w, h_ref, w_ref, chunk_elements=100)
+    kl = log_probs.linear_full_kl(hidden, w, h_ref, w_ref, chunk_elements=100)
     assert kl.dtype == torch.float32
     torch.testing.assert_close(kl, kl_full(h @ w.T, h_ref @ w_ref.T), rtol=1e-4, atol=1e-4)
     kl.sum().backward()

@@ -7,13 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from quadriga.errors import LengthError
-from quadriga.parallel.balancing import (
-    alternating_blocks,
-    exchange_items,
-    get_seqlen_balanced_partitions,
-    longest_first,
-    token_budget_micro_batches,
-)
+from quadriga.parallel import balancing
 
 
 def sums(lengths: list[int], partitions: list[list[int]]) -> list[int]:
@@ -46,30 +40,30 @@ def problems(draw: st.DrawFn) -> tuple[list[int], int, bool]:
 @given(problems())
 def test_every_index_is_in_exactly_one_partition(problem: tuple[list[int], int, bool]) -> None:
     lengths, k, equal = problem
-    partitions = get_seqlen_balanced_partitions(lengths, k, equal)
+    partitions = balancing.get_seqlen_balanced_partitions(lengths, k, equal)
     assert len(partitions) == k
     assert sorted(itertools.chain(*partitions)) == list(range(len(lengths)))
     assert all(p and p == sorted(p) for p in partitions)
     if equal:
         assert {len(p) for p in partitions} == {len(lengths) // k}
-    assert partitions == get_seqlen_balanced_partitions(lengths, k, equal)
+    assert partitions == balancing.get_seqlen_balanced_partitions(lengths, k, equal)
 
 
 def test_first_partitions_and_exchanges_by_hand() -> None:
     """The examples in `alternating_blocks` and `exchange_items`."""
     lengths = np.array([8.0, 7, 6, 5, 4])
     padded = np.append(lengths, 0.0)  # index -1 is a gap
-    table = longest_first(lengths, 2)
+    table = balancing.longest_first(lengths, 2)
     assert sorted(padded[table].sum(1)) == [13, 17]
     table = np.array([[4, 1, 3], [0, 2, -1]])
-    exchange_items(lengths, table)
+    balancing.exchange_items(lengths, table)
     assert padded[table].sum(1).tolist() == [15, 15]
     # The partition of the 40 needs the 1 of another heavy one.
     lengths = np.array([40.0, 11, 10, 9, 8, 8, 8, 7, 5, 5, 5, 5, 4, 4, 3, 2, 1, 1])
-    partitions = get_seqlen_balanced_partitions(lengths, 6, equal_size=True)
+    partitions = balancing.get_seqlen_balanced_partitions(lengths, 6, equal_size=True)
     assert max(lengths[partition].sum() for partition in partitions) == 42
     six = np.array([9.0, 8, 7, 6, 5, 4])
-    assert six[alternating_blocks(six, 3)].tolist() == [[9, 4], [8, 5], [7, 6]]
+    assert six[balancing.alternating_blocks(six, 3)].tolist() == [[9, 4], [8, 5], [7, 6]]
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,7 +72,7 @@ def test_unequal_sizes_are_never_worse_than_longest_first(
     problem: tuple[list[int], int, bool],
 ) -> None:
     lengths, k, _ = problem
-    partitions = get_seqlen_balanced_partitions(lengths, k, equal_size=False)
+    partitions = balancing.get_seqlen_balanced_partitions(lengths, k, equal_size=False)
     allowed = max(longest_first_spread(lengths, k), 2e-4 * sum(lengths) / k)
     assert spread(lengths, partitions) <= allowed
 
@@ -89,7 +83,7 @@ def test_spread_of_long_tailed_lengths_is_below_a_thousandth(
     count: int, k: int, equal: bool
 ) -> None:
     lengths = np.clip(np.random.default_rng(0).lognormal(6, 1, count), 1, 8192).astype(int).tolist()
-    partitions = get_seqlen_balanced_partitions(lengths, k, equal)
+    partitions = balancing.get_seqlen_balanced_partitions(lengths, k, equal)
     assert spread(lengths, partitions) <= 1e-3 * sum(lengths) / k
 
 
@@ -105,7 +99,7 @@ def test_invalid_inputs_are_rejected(
     lengths: list[float], k: int, equal: bool, message: str
 ) -> None:
     with pytest.raises(LengthError, match=message):
-        get_seqlen_balanced_partitions(lengths, k, equal)
+        balancing.get_seqlen_balanced_partitions(lengths, k, equal)
 
 
 @settings(max_examples=60, deadline=None)
@@ -116,7 +110,7 @@ def test_micro_batches_respect_the_token_budget(
     lengths: list[int], budget: int, least: int
 ) -> None:
     least = min(least, len(lengths))
-    partitions = token_budget_micro_batches(lengths, budget, min_batches=least)
+    partitions = balancing.token_budget_micro_batches(lengths, budget, min_batches=least)
     assert sorted(itertools.chain(*partitions)) == list(range(len(lengths)))
     assert all(partitions)
     assert max(sums(lengths, partitions)) <= budget
@@ -127,12 +121,12 @@ def test_micro_batches_respect_the_token_budget(
 
 def test_micro_batches_are_balanced() -> None:
     # Filling one micro-batch after the other would give 100, 100, 20.
-    assert sums([20] * 11, token_budget_micro_batches([20] * 11, 100)) == [80, 80, 60]
+    assert sums([20] * 11, balancing.token_budget_micro_batches([20] * 11, 100)) == [80, 80, 60]
 
 
 def test_sequences_above_the_budget_are_rejected() -> None:
     with pytest.raises(LengthError, match="Sequence 1 has 120 tokens, more than the 100"):
-        token_budget_micro_batches([10, 120], 100)
+        balancing.token_budget_micro_batches([10, 120], 100)
     with pytest.raises(LengthError, match="2 sequences cannot fill 3 partitions"):
-        token_budget_micro_batches([10, 12], 100, min_batches=3)
-    assert token_budget_micro_batches([], 100) == []
+        balancing.token_budget_micro_batches([10, 12], 100, min_batches=3)
+    assert balancing.token_budget_micro_batches([], 100) == []

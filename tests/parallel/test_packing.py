@@ -4,18 +4,12 @@ import pytest
 import torch
 
 from quadriga.errors import ProtocolError
+from quadriga.parallel import packing
 from quadriga.parallel.attention_blocks import (
     BLOCK_PAIRS,
     ROWS_PER_BLOCK,
     similar_length_blocks,
     whole_row_blocks,
-)
-from quadriga.parallel.packing import (
-    first_row_with_same_prompt,
-    in_equal_slices,
-    left_align,
-    pack_rows,
-    pack_with_routes,
 )
 from row_cases import rows_of
 
@@ -25,7 +19,7 @@ TARGETS = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 0, 1]])
 
 
 def test_packed_batch_has_each_token_once():
-    packed = pack_rows(IDS, MASK, TARGETS)
+    packed = packing.pack_rows(IDS, MASK, TARGETS)
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 31, 13, 14, 15, 41, 42, 43]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 2, 0, 1, 2, 3, 4, 5]]
     assert packed.predictors.tolist() == [1, 2, 1, 7, 9]
@@ -36,62 +30,62 @@ def test_packed_batch_has_each_token_once():
 
 
 def test_packing_without_shared_prompts():
-    packed = pack_rows(IDS, MASK, TARGETS, share_prompts=False)
+    packed = packing.pack_rows(IDS, MASK, TARGETS, share_prompts=False)
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 11, 12, 31, 13, 14, 15, 41, 42, 43]]
     assert packed.predictors.tolist() == [1, 2, 5, 9, 11]
 
 
 def test_equal_prompts_with_other_experts_are_packed_apart():
     routes = IDS[..., None, None].repeat(1, 1, 2, 1)
-    packed = pack_with_routes(IDS, MASK, TARGETS, routes=routes)
-    expected = pack_rows(IDS, MASK, TARGETS)
+    packed = packing.pack_with_routes(IDS, MASK, TARGETS, routes=routes)
+    expected = packing.pack_rows(IDS, MASK, TARGETS)
     assert torch.equal(packed.input_ids, expected.input_ids)
     assert torch.equal(packed.targets.labels, expected.targets.labels)
     routes[1, 2, 1] = 5
-    packed = pack_with_routes(IDS, MASK, TARGETS, routes=routes)
+    packed = packing.pack_with_routes(IDS, MASK, TARGETS, routes=routes)
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 11, 12, 31, 13, 14, 15, 41, 42, 43]]
     assert packed.routes[5].flatten().tolist() == [12, 5]
-    assert in_equal_slices(packed, 4).routes[12:].flatten().tolist() == [43, 43, *[-1] * 6]
+    assert packing.in_equal_slices(packed, 4).routes[12:].flatten().tolist() == [43, 43, *[-1] * 6]
 
 
 def test_contexts_of_a_row_are_rows_which_share_the_tokens_that_they_begin_with():
     ids = torch.tensor([[0, 11, 12, 21, 22, 31, 32, 41, 42, 31, 32, 51]])
     contexts = torch.tensor([[0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3]])
     targets = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 0, 1]])
-    packed = pack_rows(ids, contexts, targets)
+    packed = packing.pack_rows(ids, contexts, targets)
     assert packed.input_ids.tolist() == [[11, 12, 21, 22, 31, 32, 41, 42, 51]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 2]]
     assert packed.predictors.tolist() == [1, 2, 5, 6, 5]
     assert packed.targets.labels.tolist() == [21, 22, 41, 42, 51]
     assert packed.targets.index.tolist() == [0, 1, 4, 5, 8]
     assert packed.targets.shape == (1, 9)
-    apart = pack_with_routes(ids, contexts, targets, routes=ids[..., None, None])
+    apart = packing.pack_with_routes(ids, contexts, targets, routes=ids[..., None, None])
     assert apart.input_ids.tolist() == [[11, 12, 21, 22, 31, 32, 41, 42, 31, 32, 51]]
     assert apart.routes.flatten().tolist() == apart.input_ids.flatten().tolist()
-    aligned, found = left_align(ids, contexts, targets)
+    aligned, found = packing.left_align(ids, contexts, targets)
     assert aligned.tolist() == [[11, 12, 21, 22], [31, 32, 41, 42], [31, 32, 51, 0]]
     assert aligned[found.row, found.position].tolist() == found.labels.tolist()
     assert found.index.tolist() == packed.targets.index.tolist()
     with pytest.raises(ProtocolError, match="where attention_mask is 0"):
-        pack_rows(ids, contexts * (contexts != 3), targets)
+        packing.pack_rows(ids, contexts * (contexts != 3), targets)
 
 
 def test_prompts_with_different_masks_are_different():
     prompts = torch.tensor([[0, 5], [0, 5], [7, 5], [0, 5]])
     mask = torch.tensor([[0, 1], [1, 1], [1, 1], [0, 1]]).bool()
-    assert first_row_with_same_prompt(prompts, mask).tolist() == [0, 1, 2, 0]
+    assert packing.first_row_with_same_prompt(prompts, mask).tolist() == [0, 1, 2, 0]
 
 
 def test_invalid_batches_are_rejected():
     with pytest.raises(ProtocolError, match="no token before it"):
-        pack_rows(torch.ones(1, 3), torch.tensor([[0, 1, 1]]), torch.ones(1, 2))
+        packing.pack_rows(torch.ones(1, 3), torch.tensor([[0, 1, 1]]), torch.ones(1, 2))
     with pytest.raises(ProtocolError, match="where attention_mask is 0"):
-        pack_rows(torch.ones(1, 3), torch.tensor([[1, 1, 0]]), torch.ones(1, 2))
+        packing.pack_rows(torch.ones(1, 3), torch.tensor([[1, 1, 0]]), torch.ones(1, 2))
 
 
 def test_attention_blocks_by_hand():
     """The example in `attention_blocks.py`. Row 1 uses the packed prompt of row 0."""
-    packed = pack_rows(IDS, MASK, TARGETS).rows
+    packed = packing.pack_rows(IDS, MASK, TARGETS).rows
     whole = whole_row_blocks(packed)
     rows = [[0, 1, 2, 3, 0, 0], [0, 1, 4, 0, 0, 0], [5, 6, 7, 8, 9, 10]]
     assert whole.blocks[0].queries.tolist() == whole.blocks[0].keys.tolist() == rows
@@ -109,7 +103,7 @@ def test_attention_blocks_by_hand():
 
 
 def packed(lengths):
-    return pack_rows(*rows_of(lengths).values()).rows
+    return packing.pack_rows(*rows_of(lengths).values()).rows
 
 
 def assert_every_token_attends_to_its_row(rows):

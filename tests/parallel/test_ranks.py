@@ -4,32 +4,26 @@ import pytest
 import torch
 
 from quadriga.errors import CollectiveError, ConfigError, PlacementError
-from quadriga.parallel import distributed
-from quadriga.parallel.device import (
-    collective_backend,
-    compute_dtype,
-    get_device_name,
-    torch_device,
-)
+from quadriga.parallel import device, distributed
 
 CPU = torch.device("cpu")
 
 
 def test_device_names_and_collective_backends():
-    assert torch_device("cpu", 5) == CPU
-    assert collective_backend("cpu") == "gloo"
-    if get_device_name() != "npu":
+    assert device.torch_device("cpu", 5) == CPU
+    assert device.collective_backend("cpu") == "gloo"
+    if device.get_device_name() != "npu":
         with pytest.raises(PlacementError, match="npu"):
-            torch_device("npu")
+            device.torch_device("npu")
 
 
 def test_compute_dtype():
-    assert compute_dtype("auto", CPU) is torch.float32
-    assert compute_dtype("auto", torch.device("cuda")) is torch.bfloat16
-    assert compute_dtype("float64", CPU) is torch.float64
+    assert device.compute_dtype("auto", CPU) is torch.float32
+    assert device.compute_dtype("auto", torch.device("cuda")) is torch.bfloat16
+    assert device.compute_dtype("float64", CPU) is torch.float64
     for wrong in ("int8", "float33", "nn"):
         with pytest.raises(ConfigError, match=wrong):
-            compute_dtype(wrong, CPU)
+            device.compute_dtype(wrong, CPU)
 
 
 def test_reductions_without_process_group():

@@ -7,14 +7,8 @@ import pytest
 import torch
 from protocol_cases import rows_of_six, six
 
+from quadriga import protocol
 from quadriga.errors import ConflictError, FieldError, LengthError, ProtocolError
-from quadriga.protocol import (
-    DataProto,
-    DataProtoConfig,
-    DataProtoItem,
-    pad_dataproto_to_divisor,
-    unpad_dataproto,
-)
 from quadriga.protocol.boundary import pack_argument
 
 
@@ -41,7 +35,7 @@ def test_index(form, index, expected):
 @pytest.mark.parametrize("index", [2, np.int64(2), torch.tensor(2), -4])
 def test_one_row(form, index):
     item = form(six())[index]
-    assert isinstance(item, DataProtoItem)
+    assert isinstance(item, protocol.DataProtoItem)
     assert item.batch["x"].item() == 2
     assert item.batch["rag"].tolist() == [2.0, 2.0]
     assert item.batch.batch_size == torch.Size([])
@@ -65,7 +59,7 @@ def test_chunks_are_even_unless_padding_is_enabled(form):
     data = form(six())
     with pytest.raises(LengthError, match=r"6 = 4 × 1 \+ 2.*add 2 rows"):
         data.chunk(4)
-    data.meta_info[DataProtoConfig.auto_padding_key] = True
+    data.meta_info[protocol.DataProtoConfig.auto_padding_key] = True
     assert [rows_of_six(part) for part in data.chunk(4)] == [[0, 1], [2, 3], [4], [5]]
 
 
@@ -83,15 +77,15 @@ def test_padding(form):
     data.padding(2, "first")
     data.padding(1, "last")
     assert rows_of_six(data) == [0, 1, 2, 3, 4, 5, 0, 0, 0]
-    padded, added = pad_dataproto_to_divisor(form(six())[:3], 8)
+    padded, added = protocol.pad_dataproto_to_divisor(form(six())[:3], 8)
     assert added == 5
     assert rows_of_six(padded) == [0, 1, 2, 0, 1, 2, 0, 1]
-    assert rows_of_six(unpad_dataproto(padded, added)) == [0, 1, 2]
-    assert pad_dataproto_to_divisor(form(six())[:0], 4)[1] == 0
+    assert rows_of_six(protocol.unpad_dataproto(padded, added)) == [0, 1, 2]
+    assert protocol.pad_dataproto_to_divisor(form(six())[:0], 4)[1] == 0
     with pytest.raises(LengthError, match="no row to repeat"):
         form(six())[:0].padding(2)
     with pytest.raises(LengthError, match="cannot remove 7"):
-        unpad_dataproto(six(), 7)
+        protocol.unpad_dataproto(six(), 7)
 
 
 def test_select_pop_rename(form):
@@ -160,13 +154,13 @@ def test_union_of_batches_with_one_half(form):
     tensors, objects = form(six()).select(non_tensor_batch_keys=[]), form(six()).select([])
     objects.batch = None
     assert rows_of_six(tensors.union(objects)) == [0, 1, 2, 3, 4, 5]
-    assert rows_of_six(DataProto().union(form(six()))) == [0, 1, 2, 3, 4, 5]
+    assert rows_of_six(protocol.DataProto().union(form(six()))) == [0, 1, 2, 3, 4, 5]
 
 
 def test_gradients_flow_through_rows():
     weight = torch.ones(2, 2**20, requires_grad=True)
-    data = DataProto.from_dict({"v": weight})
-    joined = DataProto.concat([data[[0, 0]], data[1:]])
+    data = protocol.DataProto.from_dict({"v": weight})
+    joined = protocol.DataProto.concat([data[[0, 0]], data[1:]])
     joined.batch["v"].sum().backward()
     assert weight.grad[:, 0].tolist() == [2.0, 1.0]
 
@@ -180,14 +174,14 @@ def test_gradients_flow_through_rows():
         lambda batch: batch.reorder(torch.tensor([3, 2, 1, 0])),
         lambda batch: batch.repeat(2),
         lambda batch: batch.select(["x"], ["n"]),
-        lambda batch: batch.union(DataProto.from_dict({"y": torch.zeros(4)})),
-        lambda batch: DataProto.concat([batch, batch]),
+        lambda batch: batch.union(protocol.DataProto.from_dict({"y": torch.zeros(4)})),
+        lambda batch: protocol.DataProto.concat([batch, batch]),
         lambda batch: pickle.dumps(batch),
         pack_argument,
     ],
 )
 def test_an_array_of_another_length_is_named_wherever_the_batch_is_used(use, length):
-    batch = DataProto.from_dict({"x": torch.zeros(4)})
+    batch = protocol.DataProto.from_dict({"x": torch.zeros(4)})
     batch.non_tensor_batch["n"] = np.arange(length)
     with pytest.raises(LengthError, match="'n'"):
         use(batch)

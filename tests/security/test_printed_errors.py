@@ -12,17 +12,11 @@ from unittest import mock
 
 import pytest
 
+from quadriga import errors
 from quadriga.cli import main
 from quadriga.cli.show import show_evaluation, show_responses
 from quadriga.config.commands import EvalConfig
 from quadriga.config.secrets import mask_logs
-from quadriga.errors import (
-    CallTimeoutError,
-    DataError,
-    FieldError,
-    QuadrigaError,
-    WorkerMethodError,
-)
 from quadriga.observability.console import RunConsole, progress
 from quadriga.trainer.evaluation import Answer, Evaluation
 from quadriga.trainer.validation import Estimate, SourceSummary
@@ -36,7 +30,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("cls", [QuadrigaError, DataError, FieldError, CallTimeoutError])
+@pytest.mark.parametrize(
+    "cls", [errors.QuadrigaError, errors.DataError, errors.FieldError, errors.CallTimeoutError]
+)
 def test_a_message_is_printable(cls, case):
     given, shown = CASES[case]
     error = cls(given)
@@ -101,7 +97,7 @@ def a_progress_bar() -> None:
 
 @pytest.mark.parametrize("print_it", [
     a_log_record, the_table_of_eval, responses, the_console_of_a_run, a_progress_bar,
-    an_error(OSError(HOSTILE)), an_error(WorkerMethodError("no", remote_traceback=HOSTILE)),
+    an_error(OSError(HOSTILE)), an_error(errors.WorkerMethodError("no", remote_traceback=HOSTILE)),
 ])  # fmt: skip
 def test_text_of_data_cannot_change_the_terminal(print_it, monkeypatch) -> None:
     terminal = Terminal()

@@ -7,11 +7,7 @@ from pathlib import Path
 import pytest
 from run_cases import metrics_of_run, two_steps
 
-from quadriga.checkpoint.folders import (
-    complete_checkpoints,
-    newest_undamaged_checkpoint,
-    read_marker,
-)
+from quadriga.checkpoint import folders
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
@@ -82,7 +78,7 @@ def test_the_user_can_insist(first, run, caplog) -> None:
     rows = run(*RESUME, *change)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert "data.train_batch_size: 8 → 4" in caplog.text
-    info = read_marker(newest_undamaged_checkpoint(first / "checkpoints")[0])
+    info = folders.read_marker(folders.newest_undamaged_checkpoint(first / "checkpoints")[0])
     assert info["loader"]["batches_done"] == 1, "changed data begins at the start of the epoch"
 
 
@@ -116,7 +112,7 @@ def test_later_steps_of_the_first_attempt_are_set_aside(run, tmp_path) -> None:
         "trainer.max_ckpt_to_keep=2",
     )
     assert [row["step"] for row in rows] == [0, 1, 2]
-    assert [step for step, _ in complete_checkpoints(checkpoints)] == [1, 2]
+    assert [step for step, _ in folders.complete_checkpoints(checkpoints)] == [1, 2]
     assert {p.name for p in checkpoints.glob("*.set_aside")} == {
         "global_step_2.set_aside",
         "global_step_3.set_aside",

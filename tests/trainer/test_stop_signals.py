@@ -18,12 +18,7 @@ from fine_tuning_cases import six_steps
 from run_cases import noted, often
 from run_process import TRAIN
 
-from quadriga.checkpoint.folders import (
-    complete_checkpoints,
-    newest_undamaged_checkpoint,
-    read_marker,
-    verify_checkpoint,
-)
+from quadriga.checkpoint import folders
 from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
@@ -88,8 +83,8 @@ def test_a_run_whose_terminal_is_closed_saves_its_step(train_overrides, tmp_path
         os.read(ours, 1000)
     os.close(ours)
     assert run.wait() == 128 + signal.SIGTERM
-    found = newest_undamaged_checkpoint(tmp_path / "run/checkpoints")[0]
-    assert verify_checkpoint(found)["step"] == [*read_jsonl(metrics)][-1]["step"] > 1
+    found = folders.newest_undamaged_checkpoint(tmp_path / "run/checkpoints")[0]
+    assert folders.verify_checkpoint(found)["step"] == [*read_jsonl(metrics)][-1]["step"] > 1
 
 
 @pytest.mark.timeout(60)  # an interrupt that does not reach the step
@@ -125,11 +120,11 @@ def test_a_run_that_is_stopped_can_be_resumed(
     assert main(overrides) == 128 + number
     folder = tmp_path / "run"
     assert not (folder / "run.lock").exists()
-    found = newest_undamaged_checkpoint(folder / "checkpoints")[0]
+    found = folders.newest_undamaged_checkpoint(folder / "checkpoints")[0]
     if not save:
         assert found is None
         return
-    assert verify_checkpoint(found)["step"] == 2
+    assert folders.verify_checkpoint(found)["step"] == 2
     monkeypatch.undo()
     assert main(["train", *settings, "trainer.resume_mode=auto"]) == 0
     assert [row["step"] for row in read_jsonl(folder / "metrics.jsonl")] == [0, 1, 2, 3]
@@ -158,10 +153,10 @@ def test_a_signal_at_any_place_leaves_a_run_that_can_be_resumed(
     noted(monkeypatch, pkgutil.resolve_name(cls), name, interrupt)
     assert main(["sft", *runs.given("run", *settings)]) == 143
     assert not (tmp_path / "run/run.lock").exists()
-    found = complete_checkpoints(tmp_path / "run" / "checkpoints")
+    found = folders.complete_checkpoints(tmp_path / "run" / "checkpoints")
     assert [step for step, _ in found] == steps
     for step in steps:  # its validation was finished
-        state = read_marker(runs.checkpoint("run", step))
+        state = folders.read_marker(runs.checkpoint("run", step))
         assert state["validation"]
     assert not (tmp_path / "run/model").exists()
     runs.run("run", *settings, "trainer.resume_mode=auto")
@@ -187,7 +182,7 @@ def test_a_last_validation_that_fails_or_is_interrupted_loses_no_step(
     with pytest.raises((RewardError, KeyboardInterrupt), match="the server of the judge is down"):
         run(*settings)
     checkpoint = tmp_path / "run" / "checkpoints" / "global_step_1"
-    assert not read_marker(checkpoint)["validation"]
+    assert not folders.read_marker(checkpoint)["validation"]
     (row,) = run(*settings, "trainer.resume_mode=auto")
     assert row["step"] == 1 and "actor/loss" in row and "val/score" not in row
     assert (tmp_path / "run" / "model").exists()
@@ -196,9 +191,9 @@ def test_a_last_validation_that_fails_or_is_interrupted_loses_no_step(
 def test_a_run_with_default_settings_saves_by_time_and_at_the_end(run, tmp_path) -> None:
     quick = ("trainer.val_before_train=false", "data.val_files=[]")
     run(*quick, "trainer.save_interval_s=0.001")
-    assert [s for s, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2]
+    assert [s for s, _ in folders.complete_checkpoints(tmp_path / "run" / "checkpoints")] == [1, 2]
     run(*quick, f"trainer.default_local_dir={tmp_path / 'end'}")
-    assert [s for s, _ in complete_checkpoints(tmp_path / "end" / "checkpoints")] == [2]
+    assert [s for s, _ in folders.complete_checkpoints(tmp_path / "end" / "checkpoints")] == [2]
 
 
 def moment(seconds: float) -> str:
@@ -216,7 +211,7 @@ def test_a_run_saves_and_stops_before_its_deadline_and_when_the_stop_file_exists
         else:  # no time for a second step and stop_grace_s=60
             monkeypatch.setattr(checkpoints, "seconds_left", lambda trainer: 60.0)
         assert main(["train", *train_overrides, *more, setting]) == 143
-        assert [s for s, _ in complete_checkpoints(tmp_path / "run" / "checkpoints")] == [1]
+        assert [s for s, _ in folders.complete_checkpoints(tmp_path / "run" / "checkpoints")] == [1]
         assert f"with a checkpoint: {setting.partition('=')[0]}" in caplog.messages[-1]
 
 

@@ -7,13 +7,7 @@ import torch
 import vision_cases as cases
 
 from fake_rollout import full_abilities
-from quadriga.config.schema import (
-    EngineConfig,
-    LoraConfig,
-    ModelConfig,
-    OptimConfig,
-    SamplingConfig,
-)
+from quadriga.config import schema
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import ConfigError, FieldError, ModelError, RolloutAbilityError
 from quadriga.models.images import MultiModalRows, image_tokens
@@ -49,7 +43,7 @@ def test_rollout_and_training_give_the_numbers_of_a_naive_loop(folder, kind, tmp
         folder = tmp_path / kind
     batch = cases.responses(folder, cases.prompts(folder))
     tensors, images = cases.inputs(batch)
-    engine = FSDPEngine(ModelConfig(path=str(folder)), EngineConfig())
+    engine = FSDPEngine(schema.ModelConfig(path=str(folder)), schema.EngineConfig())
     model = load_causal_lm(folder)
     rollout, mask = batch.batch[fields.ROLLOUT_LOG_PROBS], tensors[fields.RESPONSE_MASK].bool()
     for row in range(len(batch)):
@@ -66,7 +60,7 @@ def test_prompts_with_equal_tokens_and_different_images_are_different_prompts(fo
     tensors, images = cases.inputs(batch)
     swapped = MultiModalRows((*images.inputs[2:4], *images.inputs[:2], *images.inputs[4:]),
                              images.position_ids)  # fmt: skip
-    engine = FSDPEngine(ModelConfig(path=str(folder)), EngineConfig())
+    engine = FSDPEngine(schema.ModelConfig(path=str(folder)), schema.EngineConfig())
     found, other = (engine.forward(tensors, images=rows)["log_probs"] for rows in (images, swapped))
     assert (found[:4] - other[:4]).abs().max() > 1e-3
     torch.testing.assert_close(found[4:], other[4:])
@@ -77,10 +71,12 @@ def test_responses_to_images_go_on(folder, batch):
     """Row i goes on behind i % 4 of its tokens, with positions behind those of its images."""
     rows, mask = cases.prompts(folder), batch.batch[fields.RESPONSE_MASK]
     kept = torch.arange(6) < (torch.arange(len(rows)) % 4).clamp(max=mask.sum(1) - 1)[:, None]
-    params = sampling_params(SamplingConfig(), ModelConfig(path=str(folder)), max_new_tokens=6)
+    params = sampling_params(
+        schema.SamplingConfig(), schema.ModelConfig(path=str(folder)), max_new_tokens=6
+    )
     begun = {key: batch.batch[key] for key in (fields.RESPONSES, fields.ROLLOUT_LOG_PROBS)}
     begun |= {fields.RESPONSE_MASK: kept.long(), fields.TOKEN_VERSIONS: torch.full_like(mask, -1)}
-    engine = build_rollout("hf", ModelConfig(path=str(folder)))
+    engine = build_rollout("hf", schema.ModelConfig(path=str(folder)))
     found = generate_batch(engine, rows.union(DataProto.from_dict(begun)), params, at_most=6).batch
     for name in set(GENERATE_SEQUENCES.writes) - {fields.ROLLOUT_LOG_PROBS}:
         assert torch.equal(found[name], batch.batch[name]), name
@@ -95,7 +91,7 @@ def test_image_tokens_are_never_sampled(folder, temperature):
     with torch.no_grad():  # an image token is the most likely one everywhere
         model.lm_head.weight[list(tokens.never_sampled)] = 0.0
         model.lm_head.weight.mul_(0.01)
-    engine = build_rollout("hf", ModelConfig(path=str(folder)))
+    engine = build_rollout("hf", schema.ModelConfig(path=str(folder)))
     engine.update_weights(model.state_dict().items(), 0)
     head = engine.module.lm_head
     head.register_forward_hook(lambda m, i, out: out.index_fill(-1, torch.tensor(tokens.image), 9))
@@ -121,8 +117,8 @@ def test_one_step_is_equal_for_every_micro_batch_and_on_two_ranks(folder, batch,
 
 def test_adapters_are_merged_into_text_model_and_image_encoder(folder, batch, tmp_path):
     tensors, images = cases.inputs(batch)
-    model = ModelConfig(path=str(folder), lora=LoraConfig(rank=2))
-    engine = FSDPEngine(model, EngineConfig(), OptimConfig(lr=0.05), total_steps=2)
+    model = schema.ModelConfig(path=str(folder), lora=schema.LoraConfig(rank=2))
+    engine = FSDPEngine(model, schema.EngineConfig(), schema.OptimConfig(lr=0.05), total_steps=2)
     before = engine.forward(tensors, images=images)["log_probs"]
     cases.step(engine, batch)
     after = engine.forward(tensors, images=images)["log_probs"]
@@ -130,24 +126,24 @@ def test_adapters_are_merged_into_text_model_and_image_encoder(folder, batch, tm
     base = engine.without_adapters().forward(tensors, images=images)["log_probs"]
     assert torch.equal(base, before)
     engine.save_hf(tmp_path / "export")
-    merged = FSDPEngine(ModelConfig(path=str(tmp_path / "export")), EngineConfig())
+    merged = FSDPEngine(schema.ModelConfig(path=str(tmp_path / "export")), schema.EngineConfig())
     found = merged.forward(tensors, images=images)["log_probs"]
     torch.testing.assert_close(found, after, atol=1e-5, rtol=0)
 
 
 def test_what_does_not_fit_is_refused_by_name(folder, batch):
     tensors, images = cases.inputs(batch)
-    model = ModelConfig(path=str(folder))
-    engine = FSDPEngine(model, EngineConfig())
+    model = schema.ModelConfig(path=str(folder))
+    engine = FSDPEngine(model, schema.EngineConfig())
     wrong = MultiModalRows(images.inputs[::-1], images.position_ids)
     with pytest.raises(FieldError, match=r"row 0 has 4 image tokens, and its images have 40 patc"):
         engine.forward(tensors, images=wrong)
     with pytest.raises(FieldError, match=r"row 0 has 4 image tokens, and its images have 0 patch"):
         engine.forward(tensors)
     with pytest.raises(ModelError, match="is not known to give the same numbers with packed rows"):
-        FSDPEngine(model, EngineConfig(), packed=True)
+        FSDPEngine(model, schema.EngineConfig(), packed=True)
     with pytest.raises(ConfigError, match=r"engine\.attention=flex needs packed rows"):
-        FSDPEngine(model, EngineConfig(attention="flex"))
+        FSDPEngine(model, schema.EngineConfig(attention="flex"))
     with pytest.raises(ModelError, match="takes images, and such a model cannot have a head"):
         load_value_model(folder)
     flat = batch.select(batch_keys=[fields.INPUT_IDS])

@@ -10,20 +10,14 @@ import torch
 from parity_cases import P, R, norm_in_float64, updated
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from quadriga.config.schema import (
-    ActorConfig,
-    AggregationName,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-)
+from quadriga.config import schema
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.parallel.balancing import Arrangement, Balance
 from quadriga.protocol import fields
 from rank_groups import fork_ranks
 
 Order = Literal["as drawn", "sequences", "groups"]
-AGGREGATIONS: tuple[AggregationName, ...] = get_args(AggregationName)
+AGGREGATIONS: tuple[schema.AggregationName, ...] = get_args(schema.AggregationName)
 WAIT_S = 400.0
 
 
@@ -42,7 +36,7 @@ class Case:
 
     rows: int
     order: Order = "groups"
-    aggregation: AggregationName = "token-mean"
+    aggregation: schema.AggregationName = "token-mean"
     mini_prompts: int | None = None
     dead: bool = False
     max_tokens: int = 40
@@ -120,16 +114,18 @@ def parameters_after(
 ) -> dict[str, torch.Tensor]:
     """Make the update on one rank of `ranks`. Return the full parameters."""
     engine = FSDPEngine(
-        ModelConfig(path=folder),
-        EngineConfig(
+        schema.ModelConfig(path=folder),
+        schema.EngineConfig(
             dtype="float64", reduce_dtype="float64", max_tokens_per_micro_batch=case.max_tokens
         ),
-        OptimConfig(lr=1e-2),
+        schema.OptimConfig(lr=1e-2),
         packed=packed,
     )
     rows, _ = batch_of(case)
     mine = rows_of_rank(case, rank, ranks)
-    config = ActorConfig(ppo_mini_batch_size=case.mini_prompts, loss_agg_mode=case.aggregation)
+    config = schema.ActorConfig(
+        ppo_mini_batch_size=case.mini_prompts, loss_agg_mode=case.aggregation
+    )
     given = {name: field[mine] for name, field in rows.items()}
     return updated(engine, given, config, EVEN, ranks)
 

@@ -5,14 +5,7 @@ import logging
 import pytest
 import torch
 
-from quadriga.config.schema import (
-    ActorConfig,
-    CriticConfig,
-    EngineConfig,
-    ModelConfig,
-    OptimConfig,
-    PolicyLossConfig,
-)
+from quadriga.config import schema
 from quadriga.engines.fsdp import FSDPEngine
 from quadriga.errors import NonFiniteError
 from quadriga.protocol import DataProto, fields
@@ -20,8 +13,8 @@ from quadriga.workers.updates import update_policy, update_values
 
 torch.set_num_threads(1)
 ROWS, P, R = 4, 3, 4
-ONE_STEP = ActorConfig(ppo_micro_batch_size_per_gpu=2)
-FOUR_STEPS = ActorConfig(ppo_mini_batch_size=1)
+ONE_STEP = schema.ActorConfig(ppo_micro_batch_size_per_gpu=2)
+FOUR_STEPS = schema.ActorConfig(ppo_mini_batch_size=1)
 
 
 def batch(*without: str) -> DataProto:
@@ -44,8 +37,10 @@ class Engine(FSDPEngine):
     """The passes with gradient that `damaged` counts, from 0, return a factor of NaN."""
 
     def __init__(self, folder: str, *damaged: int, head: str = "lm", limit: int | None = 10):
-        optim = OptimConfig(lr=1e-3, max_skipped_steps=limit)
-        super().__init__(ModelConfig(path=folder), EngineConfig(), optim, total_steps=9, head=head)
+        optim = schema.OptimConfig(lr=1e-3, max_skipped_steps=limit)
+        super().__init__(
+            schema.ModelConfig(path=folder), schema.EngineConfig(), optim, total_steps=9, head=head
+        )
         self.damaged, self.passes = damaged, 0
         self.module.model.layers[-1].mlp.register_forward_hook(self._damage)
 
@@ -59,7 +54,7 @@ class Engine(FSDPEngine):
         return torch.cat([tensor.flatten() for _, tensor in self.state_stream()])
 
 
-def policy(engine: FSDPEngine, data: DataProto, config: ActorConfig) -> dict[str, float]:
+def policy(engine: FSDPEngine, data: DataProto, config: schema.ActorConfig) -> dict[str, float]:
     report = update_policy(
         engine, data, config, responses_per_prompt=1, temperature=1.0, length_scale=R,
         data_ranks=1, seed=0,
@@ -72,8 +67,10 @@ def policy(engine: FSDPEngine, data: DataProto, config: ActorConfig) -> dict[str
 def test_a_nan_of_one_micro_batch_skips_the_step_of_the_policy(folder, caplog, without, loss):
     engine = Engine(folder, 1)
     before = engine.weights()
-    config = ActorConfig(
-        ppo_micro_batch_size_per_gpu=2, entropy_coeff=0.1, policy_loss=PolicyLossConfig(name=loss)
+    config = schema.ActorConfig(
+        ppo_micro_batch_size_per_gpu=2,
+        entropy_coeff=0.1,
+        policy_loss=schema.PolicyLossConfig(name=loss),
     )
     with caplog.at_level(logging.WARNING):
         metrics = policy(engine, batch(*without), config)
@@ -99,7 +96,7 @@ def test_inputs_that_are_not_finite_are_refused(folder, name):
     data = batch()
     data.batch[name][1, 2] = float("nan")
     with pytest.raises(NonFiniteError, match="is nan at row 1, token 2"):
-        policy(Engine(folder), data, ActorConfig())
+        policy(Engine(folder), data, schema.ActorConfig())
 
 
 def test_a_nan_skips_the_step_of_the_critic(folder):
@@ -107,7 +104,7 @@ def test_a_nan_skips_the_step_of_the_critic(folder):
     before = engine.weights()
 
     def update() -> dict[str, float]:
-        config = CriticConfig()
+        config = schema.CriticConfig()
         report = update_values(
             engine, batch(), config, responses_per_prompt=1, data_ranks=1, length_scale=R
         )

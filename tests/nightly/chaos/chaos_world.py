@@ -16,14 +16,7 @@ from chaos_model import Rows, differences
 from chaos_workers import ChaosWorker, CoroutineWorker
 
 from processes import is_running
-from quadriga import DataProto
-from quadriga.errors import (
-    CallTimeoutError,
-    LostObjectError,
-    QuadrigaError,
-    WorkerDiedError,
-    WorkerError,
-)
+from quadriga import DataProto, errors
 from quadriga.protocol import DataProtoFuture
 from quadriga.single_controller import Backend, ResourcePool, WorkerGroup
 
@@ -93,7 +86,7 @@ class Tracked:
 class Expected:
     """The error that an operation must raise: of a slot, and of a rank unless it is None."""
 
-    kind: type[QuadrigaError]
+    kind: type[errors.QuadrigaError]
     slot: Slot
     rank: int | None = None
 
@@ -209,14 +202,14 @@ class World:
             ranks = {vars(error).get("rank"), *vars(error).get("stacks", ())}
             right = vars(error).get("role") == expected.slot.name and expected.rank in ranks
             kind = "" if expected.rank is None or right else "wrong name"
-        elif not isinstance(error, QuadrigaError):
+        elif not isinstance(error, errors.QuadrigaError):
             kind = "untyped error"
         elif missing := unnamed(error, self.slots):
             kind = f"no {missing}"
         elif not explained:
             kind = "unexpected error"
         else:
-            kind = "deadline" if isinstance(error, CallTimeoutError) else ""
+            kind = "deadline" if isinstance(error, errors.CallTimeoutError) else ""
         if kind:
             self.violation(kind, f"{type(error).__name__}: {error}: {label}")
         else:
@@ -224,13 +217,13 @@ class World:
 
     def _explained(self, error: Exception, began: float, uses: Collection[Generation]) -> bool:
         if any(generation.killed for generation in uses):
-            return isinstance(error, WorkerError | LostObjectError)
+            return isinstance(error, errors.WorkerError | errors.LostObjectError)
         names = {
             generation.slot.name
             for generation in self._broken
             if generation.ended_at is None or generation.ended_at >= began
         }
-        return isinstance(error, WorkerDiedError) and vars(error).get("role") in names
+        return isinstance(error, errors.WorkerDiedError) and vars(error).get("role") in names
 
     def wait(self, tracked: Tracked) -> None:
         """Wait for a batch that is a future. Its fields stay where they are."""
@@ -248,9 +241,9 @@ class World:
             raise StepEnded(where)
 
 
-def unnamed(error: QuadrigaError, slots: Sequence[Slot]) -> str:
+def unnamed(error: errors.QuadrigaError, slots: Sequence[Slot]) -> str:
     """Return what an error of a rank does not name: "role", "rank", "method", or ""."""
-    if not isinstance(error, WorkerError | LostObjectError):
+    if not isinstance(error, errors.WorkerError | errors.LostObjectError):
         return ""
     details = vars(error)
     sizes = {slot.name: slot.size for slot in slots}
