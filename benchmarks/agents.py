@@ -9,8 +9,8 @@ sleeping environments can do: each a turn in half a second. The first turn of al
 
 The second part generates with a tiny model on `hf`: responses of the same length in one turn, and
 in several turns with an environment that answers at once. `seconds` are CPU seconds of this
-process in the rollout, the median of three steps. Both are run in turn, the first pair to warm up;
-the overhead is the median of the other pairs. `computed` are the positions that the model has
+process in the rollout with one thread, the median of three steps. Both are run in turn, the first
+pair to warm up; the overhead is the median of the other pairs. `computed` are the positions that the model has
 computed in all steps.
 """
 
@@ -112,6 +112,7 @@ def rollouts(folder: Path, turns: int, tokens: int, rows: int) -> dict[str, floa
             max_response_length=turns * (tokens + 32) if turns > 1 else tokens,
             folder=str(folder / f"{turns}"), loggers=["jsonl"], overwrite=True,
             **{"actor_rollout_ref.rollout.sampling.ignore_eos": True}, **own,
+            **{"trainer.threads_per_worker": 1},  # threads that wait take CPU seconds, too
         ).train().history  # fmt: skip
     return {
         "turns": turns, "rows": rows, "computed": computed[0],
@@ -132,7 +133,7 @@ def main() -> None:
         found = [environments(file, count, 2 if quick else 8) for count in counts]
         rows = 16 if quick else 64
         pairs = []
-        for _ in range(2 if quick else 4):
+        for _ in range(2 if quick else 8):
             several = rollouts(Path(folder), 4, 8 if quick else 48, rows)
             pairs.append((several, rollouts(Path(folder), 1, round(several["tokens"]), rows)))
     share = found[-1]["share_of_limit"]

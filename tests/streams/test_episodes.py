@@ -11,6 +11,7 @@ from quadriga.config.schema import TrainConfig
 from quadriga.errors import ModelError, RolloutError
 from quadriga.protocol import DataProto, fields
 from quadriga.protocol.values import object_array
+from quadriga.streams import generation as sliced
 from quadriga.streams.episodes import Episodes, with_routes
 from quadriga.streams.playing import EpisodeGenerator
 from quadriga.streams.queue import PromptGroup, PromptQueue
@@ -120,6 +121,32 @@ def test_an_error_leaves_no_episode_for_the_next_batch():
         with pytest.raises(RolloutError, match="no engine"):
             generator.play(prompts(2), lambda rows: rows)
         assert not own.acting and own.rows_of(None) == 0 and own.complete() == []
+
+
+@pytest.mark.parametrize(
+    ("answers", "starts"),
+    [
+        ([], 0.5),  # no other answer for a part of the time of a call
+        ([0.4, 0.8, 1.2, 1.6], 2.1),
+        ([0.4 * n for n in range(20)], 5.0),  # not longer than half a call
+    ],
+)
+def test_a_call_waits_for_the_answers_that_come_one_after_the_other(monkeypatch, answers, starts):
+    now, own = [0.0], SimpleNamespace(acting=True, complete=list)
+    own.collect = lambda: [now[0]] if any(abs(now[0] - one) < 1e-9 for one in answers) else []
+    replicas, queue = SimpleNamespace(working=[]), SimpleNamespace(groups={})
+    generation = sliced.SlicedGeneration(
+        replicas, queue, None, 1, R, 9, False, lambda *_: None, episodes=own
+    )
+    generation.paused, generation._call_s = ["a row"], 10.0
+    monkeypatch.setattr(sliced, "time", SimpleNamespace(perf_counter=lambda: now[0] + 100))
+    monkeypatch.setattr(generation, "reclaim", lambda: None)
+    for tick in range(80):
+        now[0] = tick / 10
+        generation.keep(None)
+        if not generation._waits_for_others():
+            break
+    assert now[0] == pytest.approx(starts, abs=0.11)
 
 
 def test_a_checkpoint_holds_the_prompts_before_reset(tmp_path):

@@ -40,9 +40,9 @@ from quadriga.streams.replicas import Replica, Replicas
 _LOOK_S, _WAIT_S = 0.02, 0.2
 """How often to look for answers of environments while a call is in flight, and how long to wait for
 one if none is."""
-_PATIENCE = 0.05
-"""The part of the time of a call for which rows wait for the environments of others: a call of few
-rows takes nearly as long as one of all."""
+_PATIENCE, _MOST_PATIENCE = 0.05, 0.5
+"""The parts of the time of a call for which rows wait for the next answer of an environment, and
+for all answers: a call of few rows takes nearly as long as one of all."""
 Members = list[tuple[PromptGroup, Rows]]
 """Groups, each with the numbers of its rows in a call, in the order of the call."""
 
@@ -100,6 +100,7 @@ class SlicedGeneration:
     _calls: dict[DataProtoFuture, _Call] = field(default_factory=dict, init=False)
     _call_s: float = field(default=0.0, init=False)  # of the last call
     _since: float | None = field(default=None, init=False)  # when rows could have gone on
+    _answered: float = field(default=0.0, init=False)  # when the last environment has answered
 
     @property
     def busy(self) -> bool:
@@ -186,7 +187,8 @@ class SlicedGeneration:
             return False
         now = time.perf_counter()
         self._since = self._since or now
-        return now < self._since + max(_LOOK_S, _PATIENCE * self._call_s)
+        next_s, all_s = (max(_LOOK_S, part * self._call_s) for part in (_PATIENCE, _MOST_PATIENCE))
+        return now < min(max(self._since, self._answered) + next_s, self._since + all_s)
 
     def submit(self, *, joins: bool = True) -> None:
         """Start a call on every replica without one, of its rows and of groups that wait.
@@ -248,7 +250,9 @@ class SlicedGeneration:
             for group, parts in groupby(begun, lambda part: part.group)
         ]
         members += [(group, np.arange(len(group.prompts))) for group in new]
-        rows = DataProto.concat([self.inputs(g.prompts.select_idxs(own)) for g, own in members])
+        # Most groups of episodes have one row.
+        parts = [g.prompts if len(g.prompts) == 1 else g.prompts.select_idxs(r) for g, r in members]
+        rows = DataProto.concat([self.inputs(part) for part in parts])
         if begun:
             of_calls = [list(own) for _, own in groupby(begun, lambda part: id(part.answers))]
             places = [np.concatenate([part.places for part in own]) for own in of_calls]
@@ -327,7 +331,9 @@ class SlicedGeneration:
         self.reclaim()
         complete = [] if ended is None else self._kept(self._calls[ended], ended)
         if self.episodes is not None:
-            self.paused += self.episodes.collect()
+            answered = self.episodes.collect()
+            self._answered = time.perf_counter() if answered else self._answered
+            self.paused += answered
             complete += self.episodes.complete()
         self.reclaim()
         return complete
