@@ -10,8 +10,8 @@ sleeping environments can do: each a turn in half a second. The first turn of al
 The second part generates with a tiny model on `hf`: responses of the same length in one turn, and
 in several turns with an environment that answers at once. `seconds` are CPU seconds of this
 process in the rollout with one thread, the median of three steps. Both are run in turn, the first
-pair to warm up; the overhead is the median of the other pairs. `computed` are the positions that the model has
-computed in all steps.
+pair to warm up; the overhead is the median of the other pairs. `computed` are the positions that
+the model has computed in all steps.
 """
 
 from __future__ import annotations
