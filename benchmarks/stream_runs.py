@@ -86,11 +86,11 @@ def accuracy_runs(folder: Path, lr: str) -> Iterator[Path]:
             )  # fmt: skip
             yield own
 
-    for staleness in (1, 4):
-        yield from train(f"order {staleness}", 0, staleness, "token", *APART)
     for seed in SEEDS:
+        for staleness in sorted({staleness for staleness, _ in CASES.values()} - {0}):
+            yield from train(f"order {staleness}", seed, staleness, "token", *APART)
         for name, (staleness, correction) in CASES.items():
-            order = f'trainer.replay_order="{folder}/lr {lr}/order {staleness}, seed 0"'
+            order = f'trainer.replay_order="{folder}/lr {lr}/order {staleness}, seed {seed}"'
             yield from train(name, seed, staleness, correction, *[order] * (staleness > 0))
 
 

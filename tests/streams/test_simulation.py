@@ -77,3 +77,11 @@ def test_every_group_is_trained_once_and_in_time(staleness, more):
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(own)), "one thing at a time"
     assert 0 < found.share("trainer") <= 1 and 0 < found.share("replica") <= 1
     assert all(span.end >= span.start for span in found.spans)
+
+
+@pytest.mark.parametrize(("train", "age"), [(1.0, 1), (0.05, 4)])
+def test_groups_become_old_only_where_the_trainer_waits(train, age):
+    """A group decodes in 20 s. It trains in 80 s, or in 4 s."""
+    costs, more = Costs(0.5, train=train), {"slice_tokens": 4, "staleness": 4}
+    found = simulated([[40, 40]] * 40, costs, **more)
+    assert (found.ages[10:-4] == age).all()

@@ -1,6 +1,7 @@
 """Prompt groups that are generated while the policy is trained: none is lost, too old or mixed."""
 
 import random
+from collections import deque
 from contextlib import closing
 from datetime import date
 from unittest import mock
@@ -12,6 +13,7 @@ from stream_cases import COLUMNS, Engine, length_of, sampler, score
 from quadriga.errors import FieldError, WorkerDiedError, WorkerError
 from quadriga.observability.jsonl import JsonlFile
 from quadriga.protocol import DataProto, fields
+from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.staleness import StalenessBound
 from quadriga.trainer.streaming import StreamedSampler, in_order
 
@@ -41,6 +43,25 @@ class TestStalenessBound:
         assert bound.most == 3
         assert bound.choose(5, {7: 5, 8: 5, 9: 5}, [9, 7]) is None
         assert bound.choose(5, {7: 5, 8: 5, 9: 5}, [9, 7, 8]) == [7, 8, 9]
+
+
+def test_as_few_groups_begin_as_keep_the_trainer_at_work():
+    bound, begun, aims = StalenessBound(groups=8, steps=4), deque(), []
+    queue = PromptQueue(bound, 40, beside=True)
+    queue.add([PromptGroup(number, DataProto()) for number in range(80)])
+    for step, (waits, more) in enumerate([(1, 0), (1, 2), (0, 2), (0, 10), (0, 2)]):
+        queue.ended = step
+        assert not waits or queue.take() is queue.take() is None
+        while queue.can_start:
+            begun.append(queue.start(queue.waiting[0]))
+        while len(queue.complete) < 8 + more:
+            queue.ready(begun.popleft())
+        assert len(queue.take()) == 8 and len(queue.complete) == more
+        aims.append(queue.aim)
+    assert aims == [16, 24, 24, 22, 22]
+    resumed = PromptQueue(bound, 40, beside=True)
+    resumed.add(list(queue.groups.values()))
+    assert resumed.aim == len(begun) + 2 == 14, "groups that had begun"
 
 
 @pytest.mark.parametrize(("lost", "restarts", "free", "pauses"), [

@@ -70,20 +70,32 @@ class PromptQueue:
     Args:
         bound: how old a group may become.
         most: groups whose generation has started, at once.
+        beside: generation goes on while the policy is trained; False: `most` groups may begin.
+
+    The bound allows more groups than most runs need, and a group that waits to be trained grows
+    old. So `beside` training, the groups that may have begun, `aim`, are one batch at first. They
+    become one batch more in each step for which the trainer waits, and fewer if many are ready:
+    by a quarter of those that are left over beyond a quarter of a batch. Steps of 8 groups, at most
+    40 on their way:
+
+        the step                   waits   waits   finds 2 more   finds 10 more   finds 2 more
+        aim, when it takes its own  16      24      24             22              22
 
     Attributes:
         groups: the prompt groups on their way, by their numbers.
         ended: training steps that have ended.
         taken: training steps that have taken their groups.
         restarted: groups whose generation began again.
+        aim: groups that may have begun, at once; from one batch to `most`.
     """
 
-    def __init__(self, bound: StalenessBound, most: int) -> None:
-        self.bound, self.most = bound, most
+    def __init__(self, bound: StalenessBound, most: int, *, beside: bool = False) -> None:
+        self.bound, self.most, self._beside = bound, most, beside
         self.groups: dict[int, PromptGroup] = {}
         self.waiting: deque[PromptGroup] = deque()
         self._ready: list[int] = []  # the first to be complete first
         self.ended = self.taken = self.restarted = 0
+        self.aim, self._waits = (bound.groups if beside else most), False
 
     @property
     def complete(self) -> list[PromptGroup]:
@@ -96,12 +108,13 @@ class PromptQueue:
         # Behind `take`, the step that has not ended can train none of the groups that start now.
         in_time = self.bound.most - self.bound.groups * (self.taken - self.ended)
         started = len(self.groups) - len(self.waiting)
-        return bool(self.waiting) and started < min(self.most, in_time)
+        return bool(self.waiting) and started < min(self.most, in_time, self.aim)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Let groups wait behind the others."""
+        """Let groups wait behind the others. Those of a checkpoint may have begun."""
         self.groups |= {group.number: group for group in groups}
         self.waiting += [group for group in groups if group.started is None]
+        self.aim = max(self.aim, len(self.groups) - len(self.waiting))
 
     def start(self, group: PromptGroup) -> PromptGroup:
         """Take a group that waits; its generation starts now."""
@@ -124,10 +137,19 @@ class PromptQueue:
             self.restarted += 1
 
     def take(self) -> list[PromptGroup] | None:
-        """Return the groups of the step, in the order of the data; None: they are not ready."""
+        """Return the groups of the step, in the order of the data; None: they are not ready, and
+        more groups may begin."""
         started = {n: g.started for n, g in self.groups.items() if g.started is not None}
-        chosen = self.bound.choose(self.ended, started, self._ready)
-        return None if chosen is None else self.pop(chosen)
+        chosen, batch = self.bound.choose(self.ended, started, self._ready), self.bound.groups
+        if chosen is None:
+            if not self._waits:
+                self._waits, self.aim = True, min(self.most, self.aim + batch)
+            return None
+        taken, early = self.pop(chosen), len(self._ready) - batch // 4
+        if self._beside and not self._waits and early > 0:
+            self.aim = max(batch, self.aim - -(-early // 4))
+        self._waits = False
+        return taken
 
     def pop(self, chosen: Sequence[int]) -> list[PromptGroup]:
         """Return the groups with these numbers for a step."""

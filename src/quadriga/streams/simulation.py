@@ -218,7 +218,8 @@ class Simulation:
         self._spans: list[Span] = []
         self._lengths, self._drawn = lengths, 0
         bound = StalenessBound(division.groups, division.staleness)
-        self._queue = PromptQueue(bound, min(division.on_the_way or bound.most, bound.most))
+        most = min(division.on_the_way or bound.most, bound.most)
+        self._queue = PromptQueue(bound, most, beside=division.apart)
         replicas, size = (division.copies, 1) if division.apart else (1, division.copies)
         self._groups = [_SimulatedGroup(self, number, size) for number in range(replicas)]
         share = -(-self._queue.most * lengths.shape[1] // division.copies)

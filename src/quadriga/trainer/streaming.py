@@ -80,7 +80,8 @@ class StreamedSampler:
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
         groups, staleness = data.train_batch_size, self.config.trainer.max_staleness
         most = math.ceil((rollout.oversample or staleness + 1) * groups - 1e-6)
-        self.queue = PromptQueue(StalenessBound(groups, staleness), most)
+        bound = StalenessBound(groups, staleness)
+        self.queue = PromptQueue(bound, most, beside=self.beside)
         self._greedy = get_advantage(self.config.algorithm.adv_estimator).needs_baseline_scores
         self._n = rollout.n + self._greedy  # rows of a prompt, with the greedy one
         share = -(-self.queue.most * self._n // self.replicas.count)
@@ -256,6 +257,7 @@ class StreamedSampler:
                     raise self._error
                 self._fill()
                 self._changed.wait()
+            self._changed.notify_all()  # groups may begin in the place of these
             return taken
 
     def _noting_errors(self, work: Callable[[], None]) -> None:
