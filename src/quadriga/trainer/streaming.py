@@ -78,9 +78,8 @@ class StreamedSampler:
 
     def __post_init__(self) -> None:
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
-        groups, staleness = data.train_batch_size, self.config.trainer.max_staleness
-        most = math.ceil((rollout.oversample or staleness + 1) * groups - 1e-6)
-        bound = StalenessBound(groups, staleness)
+        bound = StalenessBound(data.train_batch_size, self.config.trainer.max_staleness)
+        most = math.ceil((rollout.oversample or bound.steps + 1) * bound.groups - 1e-6)
         self.queue = PromptQueue(bound, most, beside=self.beside)
         self._greedy = get_advantage(self.config.algorithm.adv_estimator).needs_baseline_scores
         self._n = rollout.n + self._greedy  # rows of a prompt, with the greedy one
@@ -115,8 +114,7 @@ class StreamedSampler:
         self._changed = threading.Condition()
         self._threads: list[threading.Thread] = []
         self._error: BaseException | None = None
-        self._pauses, self._closed = 0, False
-        self._drains = False  # rows go on during a pause, and none begin
+        self._pauses, self._closed, self._drains = 0, False, False  # drains: rows go on, none begin
 
     def draw(self, step: int) -> StageResult:
         """Let prompts begin, and return the batch of a step. Its rows are scored.
