@@ -131,18 +131,14 @@ def test_conflicting_settings(overrides, words):
         (f"{ACTOR}.policy_loss.name=ppo_clp", "did you mean ppo_clip?"),
         ("actor_rollout_ref.actor.kl_loss_type=k9", "k3+, low_var_kl+, full, got 'k9'"),
         ("algorithm.kl_penalty=full", "abs+, k3+, low_var_kl+, got 'full'"),
-        (
-            "actor_rollout_ref.rollout.name=vlm",
-            "rollout.name must be one of hf, sglang, vllm, got 'vlm'; did you mean vllm?",
-        ),
+        ("actor_rollout_ref.rollout.name=vlm",
+         "rollout.name must be one of hf, sglang, vllm, got 'vlm'; did you mean vllm?"),
         ("critic.engine.name=fsdp3", "did you mean fsdp?"),
-        (
-            "trainer.backend=rya",
-            "trainer.backend must be one of ray, local, got 'rya'; did you mean ray",
-        ),
+        ("trainer.backend=rya",
+         "trainer.backend must be one of ray, local, got 'rya'; did you mean ray"),
         ("critic.engine.reduce_dtype=auto", "must be one of float32, bfloat16, float16, got"),
     ],
-)
+)  # fmt: skip
 def test_unknown_names_and_choices_name_the_nearest(override, words):
     assert words in error_of(settings.check_train_settings, schema.TrainConfig, [override])
 

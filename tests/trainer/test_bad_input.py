@@ -56,21 +56,14 @@ def test_an_empty_path_names_its_setting(refused) -> None:
     ("settings", "said"),
     [
         (["actor_rollout_ref.rollout.name=vllm"], "set actor_rollout_ref.rollout.name=hf"),
-        (
-            ["actor_rollout_ref.rollout.options.swap_space=4"],
-            "rollout engine 'hf' has no options ['swap_space']",
-        ),
-        (
-            [
-                "actor_rollout_ref.rollout.name=sglang",
-                "actor_rollout_ref.model.lora.rank=4",
-                f"actor_rollout_ref.rollout.options.python={sys.executable}",
-                "actor_rollout_ref.rollout.load_adapters=true",
-            ],
-            "load_adapters=true needs rollout.name=vllm",
-        ),
+        (["actor_rollout_ref.rollout.options.swap_space=4"],
+         "rollout engine 'hf' has no options ['swap_space']"),
+        (["actor_rollout_ref.rollout.name=sglang", "actor_rollout_ref.model.lora.rank=4",
+         f"actor_rollout_ref.rollout.options.python={sys.executable}",
+         "actor_rollout_ref.rollout.load_adapters=true"],
+         "load_adapters=true needs rollout.name=vllm"),
     ],
-)
+)  # fmt: skip
 def test_an_engine_or_option_that_is_not_there_is_named(refused, settings, said) -> None:
     assert said in refused(*settings)
 

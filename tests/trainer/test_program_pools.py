@@ -24,16 +24,12 @@ def trainer_of(overrides, spec, mapping, *more):
     ("spec", "mapping", "more", "message"),
     [
         ({"a": [3]}, ONE, (), r"16 sequences do not divide over 3 ranks \(placement"),
-        (
-            {"a": [1], "b": [3]},
-            {**ONE, Role.Critic: "b"},
-            (),
-            r"16 sequences do not divide over 3 ranks \(placement.critic",
-        ),
+        ({"a": [1], "b": [3]}, {**ONE, Role.Critic: "b"}, (),
+         r"16 sequences do not divide over 3 ranks \(placement.critic"),
         ({"a": [2]}, ONE, ("trainer.backend=local",), "runs no collectives, but actor has 2 ranks"),
         ({"a": []}, ONE, (), "pool 'a' has no ranks"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_fit_the_pools_are_refused(
     train_overrides, spec, mapping, more, message
 ) -> None:

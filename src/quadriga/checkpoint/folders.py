@@ -57,7 +57,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from quadriga.checkpoint.files import (
     SavedFile,
@@ -278,8 +278,7 @@ def read_marker(folder: str | Path) -> JsonObject:
         if not is_plain_file(folder, file.name) or path.stat().st_size != file.size:
             what = f"is missing, is no plain file or does not have {file.size} bytes"
             raise _damaged(folder, f"lists {file.name!r}, which {what}")
-    info: JsonObject = marker["info"]
-    return info
+    return cast(JsonObject, marker["info"])
 
 
 def verify_checkpoint(folder: str | Path) -> JsonObject:

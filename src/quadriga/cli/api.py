@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from quadriga.config.commands import EvalConfig, GenerateConfig, RMConfig, SFTConfig
 from quadriga.config.convert import build, field_types, is_settings, unknown_setting, walk_keys
@@ -706,8 +706,7 @@ def evaluate(
         made = {"model": model_files(model, tokenizer, inputs), "output": str(output)}
         config = build(EvalConfig, _merged(values, made, {"data_files": files} if files else {}))
         GIVEN.update(functions)
-        found: Evaluation = imported("quadriga.trainer.evaluation:run_evaluation")(config)
-        return found
+        return cast("Evaluation", imported("quadriga.trainer.evaluation:run_evaluation")(config))
 
 
 def generate(model: Any, prompts: Any, *, tokenizer: Any = None, **settings: Any) -> list[Answer]:
@@ -724,5 +723,4 @@ def generate(model: Any, prompts: Any, *, tokenizer: Any = None, **settings: Any
         files, _ = data_files(prompts, Path(folder), "prompts")
         made = {"model": model_files(model, tokenizer, Path(folder)), "data_files": files}
         config = build(GenerateConfig, _merged(values, made))
-        found: list[Answer] = imported("quadriga.trainer.evaluation:run_generation")(config)
-        return found
+        return cast("list[Answer]", imported("quadriga.trainer.evaluation:run_generation")(config))

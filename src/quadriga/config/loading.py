@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar, cast
 
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -96,8 +96,7 @@ def given_trainer(
     may add. Raises `ConfigError` as `load_config` does."""
     tree = _given(cls, overrides, file, all_known=False)
     values = _resolved_at(cls, tree, "trainer")
-    trainer: RunConfig = vars(convert.build(cls, {"trainer": values}))["trainer"]
-    return trainer
+    return cast(RunConfig, vars(convert.build(cls, {"trainer": values}))["trainer"])
 
 
 def _resolved_at(cls: type[Dataclass], tree: DictConfig, key: str) -> Plain:

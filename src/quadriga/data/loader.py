@@ -20,7 +20,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -134,8 +134,7 @@ class PromptLoader:
             batch = self.epoch * len(self) + self.batches_done
             return sampled_rows(self.sampler, batch, self.batch_size, len(self.dataset))
         start = self.batches_done * self.batch_size
-        rows: list[int] = order[start : start + self.batch_size].tolist()
-        return rows
+        return cast(list[int], order[start : start + self.batch_size].tolist())
 
     def state_dict(self) -> LoaderState:
         """Return the position of the loader, and what a loader that continues must agree on.

@@ -20,7 +20,7 @@ file imports no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from quadriga.config.convert import as_written
 from quadriga.errors import ConfigError, unknown_name
@@ -181,5 +181,4 @@ def engine_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) ->
         ConfigError: the model or the ranks do not divide by the degrees of the engine.
         ModelError: the folder has no config of a model that the engine computes.
     """
-    found: EngineMemory = imported(kind_of(engine).memory)(model, engine, use)
-    return found
+    return cast("EngineMemory", imported(kind_of(engine).memory)(model, engine, use))

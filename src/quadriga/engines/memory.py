@@ -290,13 +290,10 @@ class _Units:
         """
         return (math.ceil(len(p) / (ranks * self.copies[id(p)])), *p.shape[1:]) if p.dim() else ()
 
-    def _shard(self, p: nn.Parameter) -> tuple[int, ...]:
-        return self._rows(p, self.shards)
-
     def shard_bytes(self, parameters: Iterable[nn.Parameter]) -> int:
         """Return the bytes of the shards of the rank with most rows."""
         return sum(
-            math.prod(self._shard(p))
+            math.prod(self._rows(p, self.shards))
             * (self.kept_dtype if p.requires_grad else self.dtype).itemsize
             for p in parameters
         )

@@ -9,7 +9,7 @@ Shapes: M rows (tokens), K inputs, N outputs.
 
 import os
 import platform
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,7 @@ class CpuLinear(nn.Linear):
         rows = input.flatten(0, -2)
         out: Tensor = _Linear.apply(rows, weight, bias)  # type: ignore[no-untyped-call]  # of torch
         # No view for autograd, as of `nn.Linear`: a model may change it in place.
-        shaped: Tensor = torch.ops.aten._unsafe_view(out, [*input.shape[:-1], len(weight)])
-        return shaped
+        return cast(Tensor, torch.ops.aten._unsafe_view(out, [*input.shape[:-1], len(weight)]))
 
 
 def use_cpu_linear(model: nn.Module) -> None:
@@ -103,8 +102,7 @@ class _Linear(torch.autograd.Function):
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return left [..., K] @ right [N, K]ᵀ + bias [N] by oneDNN."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], "")
-    return out
+    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(left, right, bias, "none", [], ""))
 
 
 def _product_over_rows(left: Tensor, right: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -356,8 +356,7 @@ class CausalTokenClassifier(GenericForTokenClassification):
     ) -> PreTrainedModel:
         """Return the model with random weights, as the auto classes do."""
         kind: Any = cls  # a class that `_made` returns also derives from `PreTrainedModel`
-        model: PreTrainedModel = kind._from_config(config, dtype=dtype)
-        return model
+        return cast(PreTrainedModel, kind._from_config(config, dtype=dtype))
 
     def forward(self, input_ids: Tensor | None = None, **inputs: Any) -> TokenClassifierOutput:
         """Compute `logits` [B, T, labels]. `inputs`: further inputs of the backbone."""

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -228,8 +228,7 @@ class DeviceKernels(TorchFunctionMode):
         output, _ = _aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
-        found: Tensor = output[..., :size]
-        return found
+        return cast(Tensor, output[..., :size])
 
 
 @contextmanager

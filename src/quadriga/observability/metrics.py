@@ -213,17 +213,13 @@ class MetricSet:
 
     def reduce(self) -> dict[str, float]:
         """Return one number per metric, in the order of `add`; unknown names are averaged."""
-        return {name: _reduce(name, values) for name, values in self._values.items() if values}
+        return {name: _REDUCERS[metric_kind(name)](v) for name, v in self._values.items() if v}
 
     def take(self) -> dict[str, float]:
         """Return `reduce()` and remove all values."""
         reduced = self.reduce()
         self._values = {}
         return reduced
-
-
-def _reduce(name: str, values: list[float]) -> float:
-    return _REDUCERS[metric_kind(name)](values)
 
 
 def metric_kind(name: str) -> Kind:

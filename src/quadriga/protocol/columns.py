@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -357,8 +357,7 @@ def host_array(value: Tensor) -> Array:
     if value.dtype not in NUMPY_KNOWS:
         # bfloat16 has 2 bytes per item: its bytes are viewed as int16, and viewed back on arrival.
         value = value.view(CARRIER_OF_SIZE[value.element_size()])
-    array: Array = value.contiguous().numpy()
-    return array
+    return cast(Array, value.contiguous().numpy())
 
 
 def _encode_jagged(value: Tensor, key: str) -> Encoded:

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -352,10 +352,8 @@ def concat_values(values: Sequence[LocalValue], key: str) -> LocalValue:
             masked = any(isinstance(part, np.ma.MaskedArray) for part in parts)
             # np.concatenate would return a masked array without its mask.
             numpy_module = np.ma if masked else np
-            arrays: Array = numpy_module.concatenate(parts, axis=0)
-            return arrays
-        joined: LocalValue = (concat_jagged if any(map(is_jagged, parts)) else torch.cat)(parts)
-        return joined
+            return cast(Array, numpy_module.concatenate(parts, axis=0))
+        return cast(LocalValue, (concat_jagged if any(map(is_jagged, parts)) else torch.cat)(parts))
     except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         shapes = ", ".join(describe_value(value) for value in values)
         raise FieldError(

@@ -9,7 +9,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 from quadriga.errors import ConfigError
 from quadriga.rewards.functions import after_thoughts
@@ -96,8 +96,7 @@ def _parsed(text: str) -> list[Any]:
     text = _GROUPED.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
-    parsed: list[Any] = parse(text, parsing_timeout=None)
-    return parsed
+    return cast(list[Any], parse(text, parsing_timeout=None))
 
 
 def _equal(truth: Sequence[Any], found: Sequence[Any]) -> bool:

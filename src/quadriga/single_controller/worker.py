@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypedDict, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, Self, TypedDict, TypeVar, cast
 
 from quadriga.errors import DispatchError, MeshError, UnregisteredMethodError
 from quadriga.observability.profiling import ProfiledCall, start_profile, stop_profile
@@ -257,8 +257,7 @@ class Worker:
         Raises `UnregisteredMethodError` naming the roles of the process if there is none.
         """
         try:
-            found: Worker = self._siblings[role]
-            return found
+            return cast(Worker, self._siblings[role])
         except KeyError:
             known = sorted(self._siblings)
             text = f"{type(self).__name__} shares its process with {known}, not with {role!r}."

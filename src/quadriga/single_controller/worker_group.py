@@ -106,8 +106,7 @@ class BoundMethod(Generic[P, R]):
         self._run = types.FunctionType(code, globals())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        result: R = self._run(self, args, kwargs)
-        return result
+        return cast(R, self._run(self, args, kwargs))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> DataProtoFuture:
         """Start the call and return a future of the joined result."""

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -133,8 +133,7 @@ class RolloutUnderTest(ExitStack):
         if sampling.greedy:
             best = int(logits.argmax())
             return [float(token == best) for token in range(len(logits))]
-        probs: list[float] = (logits / sampling.temperature).softmax(0).tolist()
-        return probs
+        return cast(list[float], (logits / sampling.temperature).softmax(0).tolist())
 
     def end_of(self, sampling: SamplingParams, response: Sequence[int]) -> int | None:
         """Return after how many tokens a response ends with a stop; None if it does not."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -247,8 +247,7 @@ def _live(batch: DataProto, balance: Balance) -> npt.NDArray[np.bool_]:
     mask_BT = batch.batch[fields.RESPONSE_MASK]
     if balance.skips:
         mask_BT = mask_with_advantage(mask_BT, batch.batch[fields.ADVANTAGES])
-    live: npt.NDArray[np.bool_] = mask_BT.any(-1).numpy()
-    return live
+    return cast(npt.NDArray[np.bool_], mask_BT.any(-1).numpy())
 
 
 # From scores to advantages.

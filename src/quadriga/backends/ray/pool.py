@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import ray
 from ray import PlacementGroupID
@@ -175,8 +175,7 @@ def sort_by_node_address(groups: Sequence[PlacementGroup]) -> list[PlacementGrou
 
 def nodes_of_bundles(group: PlacementGroup) -> Mapping[int, str]:
     """Return the node id of each bundle of a group that has been placed."""
-    nodes: Mapping[int, str] = ray.util.placement_group_table(group)["bundles_to_node_id"]
-    return nodes
+    return cast(Mapping[int, str], ray.util.placement_group_table(group)["bundles_to_node_id"])
 
 
 def local_places(places: Sequence[tuple[PlacementGroup, int]]) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -45,8 +45,7 @@ def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
     """Return the inverse of a permutation."""
     # idx_map = [2, 0, 1] moves row 2 to position 0, row 0 to 1 and row 1 to 2.
     # Its inverse [1, 2, 0] says where row 0, 1 and 2 are now.
-    inverse: list[int] = torch.tensor(idx_map).argsort().tolist()
-    return inverse
+    return cast(list[int], torch.tensor(idx_map).argsort().tolist())
 
 
 def log_seqlen_unbalance(
@@ -219,8 +218,7 @@ def _lengths(batch: TensorDict | RemoteBatch) -> torch.Tensor:
     if isinstance(ids, torch.Tensor) and ids.is_nested:
         _, offsets = jagged_parts(ids)
         return offsets.diff().cpu()
-    lengths: torch.Tensor = batch[fields.ATTENTION_MASK].bool().sum(-1).cpu()
-    return lengths
+    return cast(torch.Tensor, batch[fields.ATTENTION_MASK].bool().sum(-1).cpu())
 
 
 __all__ = ["get_seqlen_balanced_partitions", "rearrange_micro_batches"]

@@ -15,7 +15,7 @@ passes to every estimator and this one does not read, such as `reward_baselines`
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, StrEnum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
@@ -445,8 +445,7 @@ Metrics: TypeAlias = dict[str, float]
 def compute_response_mask(data: DataProto) -> Tensor:
     """Return the columns of `attention_mask` that belong to the responses; [B, R]."""
     length = data.batch[fields.RESPONSES].shape[1]
-    mask: Tensor = data.batch[fields.ATTENTION_MASK][:, -length:].clamp(max=1)
-    return mask
+    return cast(Tensor, data.batch[fields.ATTENTION_MASK][:, -length:].clamp(max=1))
 
 
 def apply_kl_penalty(

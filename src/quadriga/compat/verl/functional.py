@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -190,8 +190,7 @@ is_npu_available = get_device_name() == "npu"
 
 def get_torch_device() -> ModuleType:
     """Return the torch module of the device type: `torch.cuda`, `torch.npu` or `torch.cpu`."""
-    module: ModuleType = getattr(torch, get_device_name())
-    return module
+    return cast(ModuleType, getattr(torch, get_device_name()))
 
 
 def get_device_id() -> int:

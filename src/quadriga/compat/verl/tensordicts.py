@@ -8,7 +8,7 @@ A field is one of three kinds:
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import torch
 
@@ -283,8 +283,7 @@ def _field(tensordict: TensorDict, key: str) -> Field:
         raise FieldError(
             f"The TensorDict has no field {key!r}, only {sorted(tensordict.keys())}.", field=key
         )
-    value: Field = tensordict.get(key)
-    return value
+    return cast(Field, tensordict.get(key))
 
 
 __all__ = ["union_tensor_dict"]

@@ -46,7 +46,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -498,8 +498,7 @@ def compiled() -> FlexAttention:
     # reference, critic) need two for each dtype and size of heads: with and without gradients.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     # `fullgraph`: an error instead of the function itself, if a call cannot be compiled.
-    kernel: FlexAttention = torch.compile(flex_attention, dynamic=True, fullgraph=True)
-    return kernel
+    return cast(FlexAttention, torch.compile(flex_attention, dynamic=True, fullgraph=True))
 
 
 @cache

@@ -574,20 +574,18 @@ DISPATCH_MODE_FN_REGISTRY = _Registry()
 # The functions of the MEGATRON modes
 
 
-def _megatron(name: str) -> ModeFunctions:
-    return get_predefined_dispatch_fn(Dispatch[name])
+def _megatron(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    functions = get_predefined_dispatch_fn(Dispatch[name])
+    return functions["dispatch_fn"], functions["collect_fn"]
 
 
-dispatch_megatron_compute = _megatron("MEGATRON_COMPUTE")["dispatch_fn"]
-collect_megatron_compute = _megatron("MEGATRON_COMPUTE")["collect_fn"]
-dispatch_megatron_compute_data_proto = _megatron("MEGATRON_COMPUTE_PROTO")["dispatch_fn"]
-collect_megatron_compute_data_proto = _megatron("MEGATRON_COMPUTE_PROTO")["collect_fn"]
-dispatch_megatron_pp_as_dp = _megatron("MEGATRON_PP_AS_DP")["dispatch_fn"]
-collect_megatron_pp_as_dp = _megatron("MEGATRON_PP_AS_DP")["collect_fn"]
-dispatch_megatron_pp_as_dp_data_proto = _megatron("MEGATRON_PP_AS_DP_PROTO")["dispatch_fn"]
-collect_megatron_pp_as_dp_data_proto = _megatron("MEGATRON_PP_AS_DP_PROTO")["collect_fn"]
-dispatch_megatron_pp_only = _megatron("MEGATRON_PP_ONLY")["dispatch_fn"]
-collect_megatron_pp_only = _megatron("MEGATRON_PP_ONLY")["collect_fn"]
+dispatch_megatron_compute, collect_megatron_compute = _megatron("MEGATRON_COMPUTE")
+dispatch_megatron_compute_data_proto = _megatron("MEGATRON_COMPUTE_PROTO")[0]
+collect_megatron_compute_data_proto = _megatron("MEGATRON_COMPUTE_PROTO")[1]
+dispatch_megatron_pp_as_dp, collect_megatron_pp_as_dp = _megatron("MEGATRON_PP_AS_DP")
+dispatch_megatron_pp_as_dp_data_proto = _megatron("MEGATRON_PP_AS_DP_PROTO")[0]
+collect_megatron_pp_as_dp_data_proto = _megatron("MEGATRON_PP_AS_DP_PROTO")[1]
+dispatch_megatron_pp_only, collect_megatron_pp_only = _megatron("MEGATRON_PP_ONLY")
 
 __all__ = ["DISPATCH_MODE_FN_REGISTRY", "MAGIC_ATTR", "Dispatch", "Execute"]
 

@@ -88,8 +88,7 @@ def func_generator(
             output = values if isinstance(output, list) else values[0]
         return decorator.without_padding(collect_fn(self, output), padding)
 
-    functor: Functor = type(method_name, (), {"__call__": call})()
-    return functor
+    return cast(Functor, type(method_name, (), {"__call__": call})())
 
 
 _LIBRARY = func_generator

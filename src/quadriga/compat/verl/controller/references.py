@@ -71,8 +71,7 @@ def stored(value: object) -> Ref:
 
 def actor_method(actor: object, name: str) -> Callable[..., Ref]:
     """Return the function that starts a method of an actor of any class."""
-    started: Callable[..., Ref] = getattr(actor, name).remote
-    return started
+    return cast("Callable[..., Ref]", getattr(actor, name).remote)
 
 
 WorkerGroupRegisterCenter: Any = ray.remote(num_cpus=0)(start.WorkerGroupRegisterCenter)  # untyped

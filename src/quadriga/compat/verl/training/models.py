@@ -11,7 +11,7 @@ of a worker, whose `ppo_mini_batch_size` counts rows of this rank.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -125,8 +125,7 @@ class DataParallelPPOCritic(_OnEngine):
 
     def compute_values(self, data: DataProto) -> Tensor:
         """Return the value before each response token, [B, R]."""
-        values: Tensor = self._forward(data)[VALUES]
-        return values
+        return cast(Tensor, self._forward(data)[VALUES])
 
     def update_critic(self, data: DataProto) -> dict[str, Any]:
         """Update the value model. Return the metrics."""
