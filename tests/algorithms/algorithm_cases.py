@@ -95,16 +95,10 @@ cases = st.integers(0, 2**32 - 1).map(make_case)
 def advantages_of(name: str, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
     """Call the estimator with all inputs of the case."""
     return compute_advantages(
-        name,
-        token_level_rewards_BT=case.rewards,
-        response_mask_BT=case.mask,
-        group_ids=case.groups,
-        values_BT=case.values,
-        reward_baselines_B=case.baselines,
-        reward_components_BK=case.components,
-        responses_BT=case.responses,
-        **options,
-    )
+        name, token_level_rewards_BT=case.rewards, response_mask_BT=case.mask,
+        group_ids=case.groups, values_BT=case.values, reward_baselines_B=case.baselines,
+        reward_components_BK=case.components, responses_BT=case.responses, **options,
+    )  # fmt: skip
 
 
 def selection(name: str, case: Case, **options: Any) -> Tensor | None:

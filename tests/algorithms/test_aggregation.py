@@ -19,13 +19,9 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
 def test_modes_against_the_reference(mode: str, case: Case) -> None:
     tokens, sequences = count_mask(case.mask)
     got = aggregate(
-        case.values,
-        case.mask,
-        mode,
-        global_tokens=tokens,
-        global_sequences=sequences,
+        case.values, case.mask, mode, global_tokens=tokens, global_sequences=sequences,
         loss_scale_length=7,
-    )
+    )  # fmt: skip
     rows = [
         [case.values[i, t] for t in positions]
         for i, positions in enumerate(ref.token_positions(case.mask))

@@ -116,12 +116,9 @@ def test_nan_in_a_masked_sample_changes_no_advantage(name: str) -> None:
     first, _ = advantages(name, **clean)
     rewards[2] = values[2] = components[2] = NAN
     again, _ = advantages(
-        name,
-        **clean,
-        token_level_rewards_BT=rewards,
-        values_BT=values,
+        name, **clean, token_level_rewards_BT=rewards, values_BT=values,
         reward_components_BK=components,
-    )
+    )  # fmt: skip
     assert torch.equal(first, again) and bool(torch.isfinite(again).all())
 
 

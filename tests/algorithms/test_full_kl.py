@@ -90,13 +90,9 @@ def test_entries_with_probability_zero_contribute_zero() -> None:
 def test_kl_loss_ignores_values_outside_the_mask() -> None:
     full = torch.tensor([[0.5, math.nan, 2.0]], requires_grad=True)
     result = kl_loss(
-        torch.zeros(1, 3),
-        None,
-        torch.tensor([[1, 0, 1]]),
-        kl_loss_coef=0.5,
-        kl_loss_type="full",
+        torch.zeros(1, 3), None, torch.tensor([[1, 0, 1]]), kl_loss_coef=0.5, kl_loss_type="full",
         full_kl_BT=full,
-    )
+    )  # fmt: skip
     assert result.loss_BT.tolist() == [[0.25, 0.0, 1.0]]
     assert merge_partials([result.metrics]) == {"kl_loss": 1.25}
     result.loss_BT.sum().backward()

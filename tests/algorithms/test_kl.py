@@ -86,12 +86,9 @@ def test_penalty_against_the_reference(kind: str, case: Case) -> None:
 
 def test_kl_loss_by_hand() -> None:
     result = kl_loss(
-        torch.tensor([[-1.0, -2.0, 5.0]]),
-        torch.tensor([[-2.0, -2.0, 5.0]]),
-        torch.tensor([[1, 1, 0]]),
-        kl_loss_coef=0.5,
-        kl_loss_type="k2",
-    )
+        torch.tensor([[-1.0, -2.0, 5.0]]), torch.tensor([[-2.0, -2.0, 5.0]]),
+        torch.tensor([[1, 1, 0]]), kl_loss_coef=0.5, kl_loss_type="k2",
+    )  # fmt: skip
     assert result.loss_BT.tolist() == [[0.25, 0.0, 0.0]]
     assert merge_partials([result.metrics]) == {"kl_loss": 0.25}
 

@@ -37,13 +37,9 @@ def contribution(
     bonus = entropy_bonus(case.entropy - 0.5 * log_prob, case.mask, entropy_coeff=0.01)
     tokens, sequences = count_mask(whole.mask)
     loss = aggregate(
-        policy.loss_BT + kl.loss_BT + bonus.loss_BT,
-        case.mask,
-        mode,
-        global_tokens=tokens,
-        global_sequences=sequences,
-        loss_scale_length=LENGTH,
-    )
+        policy.loss_BT + kl.loss_BT + bonus.loss_BT, case.mask, mode, global_tokens=tokens,
+        global_sequences=sequences, loss_scale_length=LENGTH,
+    )  # fmt: skip
     return loss, policy.metrics
 
 
@@ -65,13 +61,9 @@ def test_gradient_does_not_depend_on_micro_batches_or_ranks(
         rows_of_rank = torch.arange(len(case.groups))[rank::ranks]
         for rows in rows_of_rank.split(micro):
             piece, piece_metrics = contribution(
-                name,
-                mode,
-                case.rows(rows),
-                parts[rows],
-                case,
+                name, mode, case.rows(rows), parts[rows], case,
                 None if selected is None else selected[rows],
-            )
+            )  # fmt: skip
             piece.backward()
             total += piece.item()
             gathered.append(piece_metrics)

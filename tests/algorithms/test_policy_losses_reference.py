@@ -204,13 +204,9 @@ def test_importance_weights_multiply_the_loss(name: str, case: Case) -> None:
 def test_importance_weights_of_a_loss_per_sequence_are_averaged() -> None:
     old = torch.zeros(1, 2)
     result = compute_policy_loss(
-        "geo_mean",
-        log_prob_BT=old,
-        old_log_prob_BT=old,
-        advantages_BT=torch.ones(1, 2),
-        response_mask_BT=torch.ones(1, 2),
-        importance_weights_BT=torch.tensor([[0.5, 1.5]]),
-    )
+        "geo_mean", log_prob_BT=old, old_log_prob_BT=old, advantages_BT=torch.ones(1, 2),
+        response_mask_BT=torch.ones(1, 2), importance_weights_BT=torch.tensor([[0.5, 1.5]]),
+    )  # fmt: skip
     assert result.loss_BT.tolist() == [[-1.0, -1.0]]
 
 

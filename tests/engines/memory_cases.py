@@ -112,13 +112,10 @@ def settings(case: Case, folder: Path) -> tuple[schema.ModelConfig, schema.Engin
         lora=schema.LoraConfig(rank=case.rank),
     )
     engine = schema.EngineConfig(
-        reduce_each_micro_batch=case.early,
-        fsdp_size=case.fsdp_size,
-        tensor_parallel_size=case.tensor,
-        sequence_parallel_size=case.sequence,
-        context_parallel_size=case.context,
-        dtype=case.dtype,
-    )
+        reduce_each_micro_batch=case.early, fsdp_size=case.fsdp_size,
+        tensor_parallel_size=case.tensor, sequence_parallel_size=case.sequence,
+        context_parallel_size=case.context, dtype=case.dtype,
+    )  # fmt: skip
     return model, engine
 
 

@@ -30,12 +30,9 @@ def build(folder: str, lora: LoraConfig = LORA, *, dtype="float32", head="lm", *
     optim = settings.pop("optim", OptimConfig(lr=0.01))
     return FSDPEngine(
         ModelConfig(path=folder, lora=lora, freeze=freeze),
-        EngineConfig(dtype=dtype, **settings.pop("engine", {})),
-        optim,
-        head=head,
-        total_steps=8,
+        EngineConfig(dtype=dtype, **settings.pop("engine", {})), optim, head=head, total_steps=8,
         **settings,
-    )
+    )  # fmt: skip
 
 
 LAYERS = 2

@@ -217,13 +217,9 @@ def test_ranks_that_split_the_vocabulary(monkeypatch, cut, tile, entropy):
 
     def forward(rank):
         return log_probs.linear_log_probs(
-            *own[rank],
-            labels - spans[rank][0],
-            0.7,
-            group=ranks,
-            entropy=entropy,
+            *own[rank], labels - spans[rank][0], 0.7, group=ranks, entropy=entropy,
             tile_elements=tile,
-        )
+        )  # fmt: skip
 
     # The backward passes run in the threads of autograd, one after another: their single
     # all-reduce is left out, and the sum is made here.

@@ -6,13 +6,9 @@ import pytest
 from quadriga.parallel.costs import TOKENS, AttentionCost, CostModel, ModelShape
 
 SHAPE = ModelShape(
-    hidden_size=4,
-    attention_size=4,
-    key_value_size=2,
-    mlp_size=8,
-    vocabulary=10,
+    hidden_size=4, attention_size=4, key_value_size=2, mlp_size=8, vocabulary=10,
     windows=(None, None, None),
-)
+)  # fmt: skip
 
 
 def tokens(*counts: int) -> np.ndarray:

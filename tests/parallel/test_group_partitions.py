@@ -18,12 +18,9 @@ def costs_of(
     """Groups of `sizes` neighbouring rows; `prompt` has one entry per group."""
     group = np.repeat(np.arange(len(sizes)), sizes)
     return RowCosts.of(
-        MODEL,
-        group,
-        np.array(prompt)[group],
-        np.array(response),
+        MODEL, group, np.array(prompt)[group], np.array(response),
         None if live is None else np.array(live),
-    )
+    )  # fmt: skip
 
 
 @st.composite

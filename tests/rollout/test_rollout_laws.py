@@ -13,13 +13,10 @@ from rollout_laws import ROLLOUT_LAWS, RolloutUnderTest
 
 # An engine that applies some filters only, has no seeds and does not show its weights.
 LIMITED = replace(
-    full_abilities(293),
-    log_probs=frozenset({"policy"}),
-    settings=frozenset({"temperature", "top_k", "top_p", "ignore_eos"}),
-    seeded=False,
-    batch_invariant=False,
-    exposes_weights=False,
-)
+    full_abilities(293), log_probs=frozenset({"policy"}),
+    settings=frozenset({"temperature", "top_k", "top_p", "ignore_eos"}), seeded=False,
+    batch_invariant=False, exposes_weights=False,
+)  # fmt: skip
 BUILT = {
     "hf": lambda folder: build_rollout("hf", ModelConfig(path=folder), dtype="float32"),
     "limited": lambda folder: FakeRollout(folder, abilities=LIMITED),

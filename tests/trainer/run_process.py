@@ -27,12 +27,9 @@ class RunProcess:
         self.output = output
         with output.open("wb") as file:
             self.popen = subprocess.Popen(
-                [sys.executable, *command, *overrides],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, _MARK: self.token},
-                start_new_session=True,
-            )
+                [sys.executable, *command, *overrides], stdout=file, stderr=subprocess.STDOUT,
+                env={**os.environ, _MARK: self.token}, start_new_session=True,
+            )  # fmt: skip
 
     def processes(self) -> list[psutil.Process]:
         """Return all living processes of the run, the controller included."""

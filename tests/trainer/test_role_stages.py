@@ -147,12 +147,9 @@ def on_the_controller(data: DataProto) -> DataProto:
 
 
 SCORING = RoleStage(
-    "score",
-    reads=(fields.RESPONSES, fields.RESPONSE_MASK),
-    writes=(fields.TOKEN_LEVEL_SCORES,),
-    before="score_responses",
-    in_validation=True,
-)
+    "score", reads=(fields.RESPONSES, fields.RESPONSE_MASK), writes=(fields.TOKEN_LEVEL_SCORES,),
+    before="score_responses", in_validation=True,
+)  # fmt: skip
 
 
 def test_a_role_that_scores_equals_a_function_that_scores(train_overrides, own_roles) -> None:

@@ -59,13 +59,10 @@ def test_training_raises_a_reward_that_is_easy_to_raise(run, tmp_path) -> None:
     rule = tmp_path / "rule.py"
     rule.write_text(USER_REWARD)
     rows = run(
-        f"reward.path={rule}",
-        "trainer.total_training_steps=25",
-        "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
-        "actor_rollout_ref.actor.optim.lr=3e-3",
+        f"reward.path={rule}", "trainer.total_training_steps=25", "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8", "actor_rollout_ref.actor.optim.lr=3e-3",
         "trainer.val_before_train=false",
-    )
+    )  # fmt: skip
     # One optimizer step in each step, with the weights that generated.
     assert rows[0]["actor/ratio_max"] == pytest.approx(1.0, abs=1e-5)
     assert rows[0]["actor/ratio_min"] == pytest.approx(1.0, abs=1e-5)

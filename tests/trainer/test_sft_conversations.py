@@ -42,15 +42,10 @@ def files(tmp_path) -> tuple[Path, Path]:
 def settings(tiny_task, files, tmp_path) -> list[str]:
     train, val = files
     return six_steps("sft", tiny_task, tmp_path).given(
-        "run",
-        f"data.train_files=[{train}]",
-        f"data.val_files=[{val}]",
-        "data.messages_key=messages",
-        "data.train_batch_size=8",
-        "data.shuffle=false",
-        "trainer.total_training_steps=3",
-        "trainer.test_freq=1",
-    )
+        "run", f"data.train_files=[{train}]", f"data.val_files=[{val}]",
+        "data.messages_key=messages", "data.train_batch_size=8", "data.shuffle=false",
+        "trainer.total_training_steps=3", "trainer.test_freq=1",
+    )  # fmt: skip
 
 
 def naive_loss(model, data: SFTDataset, rows) -> torch.Tensor:

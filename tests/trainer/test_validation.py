@@ -123,13 +123,9 @@ def test_validation_of_a_run_equals_an_evaluation_of_its_model(
     (tmp_path / "rule.py").write_text(RULE)
     rule = f"reward.path={tmp_path / 'rule.py'}"
     rows = run(
-        rule,
-        f"{ROLLOUT}.val_n=4",
-        f"{ROLLOUT}.val_sampling.temperature=1",
-        "data.val_batch_size=5",
-        "trainer.seed=7",
-        "trainer.loggers=[jsonl,console]",
-    )
+        rule, f"{ROLLOUT}.val_n=4", f"{ROLLOUT}.val_sampling.temperature=1",
+        "data.val_batch_size=5", "trainer.seed=7", "trainer.loggers=[jsonl,console]",
+    )  # fmt: skip
     out = capsys.readouterr().out
     first = {name: value for name, value in rows[0].items() if name.startswith("val")}
     evaluation = run_evaluation(

@@ -215,14 +215,9 @@ def decoupled_ppo(
             f"`behaviour_weight_cap` must be above 0, but received {behaviour_weight_cap}."
         )
     inner = ppo_clip(
-        log_prob_BT,
-        old_log_prob_BT,
-        advantages_BT,
-        response_mask_BT,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-        clip_ratio_c=clip_ratio_c,
-    )
+        log_prob_BT, old_log_prob_BT, advantages_BT, response_mask_BT,
+        clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=clip_ratio_c,
+    )  # fmt: skip
     with torch.no_grad():
         behaviour = masked_log_ratio(old_log_prob_BT, rollout_log_prob_BT, response_mask_BT)
         weight = bounded_ratio(behaviour)

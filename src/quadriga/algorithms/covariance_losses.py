@@ -153,14 +153,9 @@ def clip_cov(
         selected_BT: bool, from `select_clip_cov` over the whole batch.
     """
     inner = ppo_clip(
-        log_prob_BT,
-        old_log_prob_BT,
-        advantages_BT,
-        response_mask_BT,
-        clip_ratio_low=clip_ratio_low,
-        clip_ratio_high=clip_ratio_high,
-        clip_ratio_c=NO_DUAL_CLIP,
-    )
+        log_prob_BT, old_log_prob_BT, advantages_BT, response_mask_BT,
+        clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, clip_ratio_c=NO_DUAL_CLIP,
+    )  # fmt: skip
     metrics = {k: v for k, v in inner.metrics.items() if k != "pg_clipfrac_lower"}
     metrics["cov_selected"] = Partial.mean(selected_BT.float(), response_mask_BT)
     return PolicyLoss(inner.loss_BT.masked_fill(selected_BT, 0), metrics)

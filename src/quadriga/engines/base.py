@@ -344,14 +344,10 @@ class TrainEngine(ABC):
         self._check_images(batch, images)
         config = self.config
         plan = partial(
-            plan_micro_batches,
-            batch,
-            size=micro_batch_size,
+            plan_micro_batches, batch, size=micro_batch_size,
             max_tokens=config.micro_batch_tokens if config.use_dynamic_bsz else None,
-            share_prompts=self.shares_prompts,
-            cost=self.cost,
-            stages=self.stages,
-        )
+            share_prompts=self.shares_prompts, cost=self.cost, stages=self.stages,
+        )  # fmt: skip
         found = plan()
         count = max_over_ranks(max(len(found), 1), self.device)
         count = -(-count // self.round_size) * self.round_size

@@ -106,17 +106,10 @@ class FSDPEngine(TrainEngine):
         check_model_parallel(module.config, engine, "engine", packed=self._packed)
         # Before the model is sharded, which changes its class and its parameters.
         self._token_model = TokenModel(
-            module,
-            self.head,
-            device,
-            packed=self._packed,
-            fused=engine.fused_head,
-            micro_batch_tokens=engine.max_tokens_per_micro_batch,
-            attention=engine.attention,
-            dtype=dtype,
-            probe=False,
-            ranks=ranks,
-        )
+            module, self.head, device, packed=self._packed, fused=engine.fused_head,
+            micro_batch_tokens=engine.max_tokens_per_micro_batch, attention=engine.attention,
+            dtype=dtype, probe=False, ranks=ranks,
+        )  # fmt: skip
         self._report_attention(whole=weights is None)
         self._tied, self._saved_buffers = tied_names(module), saved_buffer_names(module)
 

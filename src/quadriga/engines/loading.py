@@ -388,15 +388,11 @@ def export_model(
         for part in parts.get(name, (None,))
     )
     export_hf(
-        folder,
-        dtypes.cast(named),
-        dtypes.config(config),
+        folder, dtypes.cast(named), dtypes.config(config),
         generation=getattr(module, "generation_config", None),
-        tokenizer_path=settings.tokenizer_path,
-        trust_remote_code=trusted,
-        write=rank() == 0,
+        tokenizer_path=settings.tokenizer_path, trust_remote_code=trusted, write=rank() == 0,
         extra=write_more,
-    )
+    )  # fmt: skip
 
 
 def prepared_model(

@@ -236,16 +236,10 @@ def fsdp_memory(model: ModelConfig, engine: EngineConfig, use: TrainingUse) -> m
         host, held = sum(held.values()) + units.shard_bytes(_trained(units.all)), {}
     whole = whole_load_reason(model, use.head, use.update is not None)
     return memory.EngineMemory(
-        held=held | {"buffers of the model": sum(b.nbytes for b in module.buffers())},
-        adds=adds,
-        host=host,
-        missing=missing,
-        rows=rows,
-        loading=4 * sum(weights.values()) if whole else 0,
-        weights=weights,
-        largest_weight=largest_weight,
-        saved=saved,
-    )
+        held=held | {"buffers of the model": sum(b.nbytes for b in module.buffers())}, adds=adds,
+        host=host, missing=missing, rows=rows, loading=4 * sum(weights.values()) if whole else 0,
+        weights=weights, largest_weight=largest_weight, saved=saved,
+    )  # fmt: skip
 
 
 def _elements(parameters: Iterable[nn.Parameter]) -> int:

@@ -266,14 +266,9 @@ class TokenSlice:
         first = own // ranks.tensor.size * wide
         return TokenSlice(
             packed.input_ids[:, own * size : (own + 1) * size],
-            packed.position_ids[:, first : first + wide],
-            predictors,
-            labels,
-            tuple(counts),
-            order,
-            ranks,
-            None if packed.routes is None else packed.routes[first : first + wide],
-        )
+            packed.position_ids[:, first : first + wide], predictors, labels, tuple(counts), order,
+            ranks, None if packed.routes is None else packed.routes[first : first + wide],
+        )  # fmt: skip
 
     def join(self, outputs: Tensor) -> Tensor:
         """Return the outputs of all targets, from those of the own: [k, C] -> [K, C]."""

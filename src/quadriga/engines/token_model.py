@@ -400,13 +400,9 @@ class TokenModel:
             # A causal model can apply its output layer to selected tokens only.
             arguments["logits_to_keep"] = own.predictors
         return ModelInputs(
-            arguments,
-            own.labels,
-            lambda x: x[0] if self.head == "lm" else x[0, own.predictors],
-            packed.targets.unpack,
-            own.join,
-            own.routes,
-        )
+            arguments, own.labels, lambda x: x[0] if self.head == "lm" else x[0, own.predictors],
+            packed.targets.unpack, own.join, own.routes,
+        )  # fmt: skip
 
     def _padded_inputs(self, rows: Batch, images: MultiModalRows | None) -> ModelInputs:
         config, mask, routes = self.model.config, rows[fields.ATTENTION_MASK], None

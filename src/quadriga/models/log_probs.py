@@ -230,14 +230,10 @@ class _LogProbs(torch.autograd.Function):
             if weight is None:
                 tile.clamp_(min=_MIN_SHIFTED_LOGIT)
             _gradient_in_place(
-                tile,
-                labels[rows] - columns.start,
-                grad_log_prob[rows],
-                None if used_grad_entropy is None else used_grad_entropy[rows],
-                ent[rows],
-                weights,
+                tile, labels[rows] - columns.start, grad_log_prob[rows],
+                None if used_grad_entropy is None else used_grad_entropy[rows], ent[rows], weights,
                 ctx.temperature,
-            )
+            )  # fmt: skip
             if weight is None:
                 grad_inputs[rows] = tile
                 continue

@@ -114,19 +114,13 @@ def write_tiny_model(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, shape.vocab_size)
     config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=shape.hidden_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        intermediate_size=shape.intermediate_size,
+        vocab_size=len(tokenizer), hidden_size=shape.hidden_size,
+        num_hidden_layers=shape.num_layers, num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads, intermediate_size=shape.intermediate_size,
         max_position_embeddings=shape.max_position_embeddings,
-        initializer_range=shape.initializer_range,
-        tie_word_embeddings=shape.tie_word_embeddings,
-        pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+        initializer_range=shape.initializer_range, tie_word_embeddings=shape.tie_word_embeddings,
+        pad_token_id=tokenizer.pad_token_id, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
     with torch.random.fork_rng(devices=[]), quiet_libraries():
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)

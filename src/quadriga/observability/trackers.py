@@ -141,14 +141,10 @@ class WandbTracker(_ServiceTracker):
 
         self._table = wandb.Table
         self._run = wandb.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            config=dict(run.settings),
-            id=_run_id(run, WANDB, _new_id),
-            resume="allow",
-            dir=str(run.folder.path),
+            project=run.project_name, name=run.experiment_name, config=dict(run.settings),
+            id=_run_id(run, WANDB, _new_id), resume="allow", dir=str(run.folder.path),
             settings=wandb.Settings(silent=True, console="off", save_code=False, disable_git=True),
-        )
+        )  # fmt: skip
 
 
 class TrackioTracker(_ServiceTracker):

@@ -130,14 +130,9 @@ def serve_store(
     port = int(listener.getsockname()[1])
     # The store takes the socket over and closes it.
     store = TCPStore(
-        address,
-        port,
-        world_size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=waits,
+        address, port, world_size, is_master=True, timeout=timeout, wait_for_workers=waits,
         master_listen_fd=listener.detach(),
-    )
+    )  # fmt: skip
     return store, port
 
 

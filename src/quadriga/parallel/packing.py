@@ -315,13 +315,9 @@ def _packed_rows(
     token_index[row, position_BS[row, column]] = index_BS[row, column]
     kept_row, kept_column = kept.nonzero(as_tuple=True)
     rows = PackedRows(
-        token_index=token_index,
-        prompt_length=valid[:, :prompt_width].sum(1),
-        length=length,
-        prompt_owner=owner,
-        row=kept_row,
-        column=position_BS[kept_row, kept_column],
-    )
+        token_index=token_index, prompt_length=valid[:, :prompt_width].sum(1), length=length,
+        prompt_owner=owner, row=kept_row, column=position_BS[kept_row, kept_column],
+    )  # fmt: skip
     return rows, kept
 
 

@@ -233,14 +233,10 @@ class RewardManager:
     ) -> RewardManager:
         """Return the manager that the settings `reward.*` describe."""
         return cls(
-            tokenizer,
-            parts_of(settings),
-            num_processes=settings.num_processes,
-            timeout_s=settings.timeout_s,
-            memory_gb=settings.memory_gb,
-            on_failure=settings.on_failure,
-            components=components,
-        )
+            tokenizer, parts_of(settings), num_processes=settings.num_processes,
+            timeout_s=settings.timeout_s, memory_gb=settings.memory_gb,
+            on_failure=settings.on_failure, components=components,
+        )  # fmt: skip
 
     @property
     def reads_columns(self) -> bool:

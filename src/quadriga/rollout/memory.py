@@ -92,10 +92,6 @@ def reserved_memory(
         cache = max(0, math.ceil(value * use.device) - weights - context)
         missing = missing if processes else ""
     return EngineMemory(
-        {"weights": weights, "KV cache": cache},
-        {"generate": {}},
-        weights,
-        missing=missing,
-        processes=processes,
-        limit=(f"options.{setting}", value),
-    )
+        {"weights": weights, "KV cache": cache}, {"generate": {}}, weights, missing=missing,
+        processes=processes, limit=(f"options.{setting}", value),
+    )  # fmt: skip

@@ -456,15 +456,11 @@ class RankHost:
         self, kind: type[WorkerError], text: str, call: Call, error: BaseException
     ) -> WorkerError:
         return kind(
-            text,
-            role=call.role,
-            rank=self.place.rank,
-            node=self.node,
-            method=call.method,
+            text, role=call.role, rank=self.place.rank, node=self.node, method=call.method,
             remote_traceback=_traceback_text(error),
             cause=error if isinstance(error, Exception) and self._is_sent(error) else None,
             raised_at=time.time(),
-        )
+        )  # fmt: skip
 
 
 def copied(value: object) -> object:

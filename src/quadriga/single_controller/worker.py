@@ -93,14 +93,9 @@ def register(
 
     def mark(function: FunctionT) -> FunctionT:
         record = MethodRecord(
-            name=function.__name__,
-            dispatch_mode=dispatch,
-            execute_mode=execute_mode,
-            blocking=blocking,
-            materialize_futures=materialize_futures,
-            reads=names,
-            beside=beside,
-        )
+            name=function.__name__, dispatch_mode=dispatch, execute_mode=execute_mode,
+            blocking=blocking, materialize_futures=materialize_futures, reads=names, beside=beside,
+        )  # fmt: skip
         setattr(function, RECORD_ATTRIBUTE, record)
         setattr(function, _MARKED_ATTRIBUTE, function)
         return function

@@ -328,15 +328,10 @@ class RayPPOTrainer:
         if loader is not None:
             loader.rewind()  # a loss may have ended a validation in its middle
         return Validator(
-            self.config.trainer.seed,
-            loader,
-            self._generator(groups),
-            self.val_reward_fn,
-            record,
-            n=self.config.actor_rollout_ref.rollout.val_n,
-            generating=groups.generating,
+            self.config.trainer.seed, loader, self._generator(groups), self.val_reward_fn, record,
+            n=self.config.actor_rollout_ref.rollout.val_n, generating=groups.generating,
             runner=StageRunner(added, groups.added, record, prefix="val/"),
-        )
+        )  # fmt: skip
 
     def make_sampler(
         self, groups: PPOGroups, runner: StageRunner, resumed: Resumed | None = None

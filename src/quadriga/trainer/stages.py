@@ -383,17 +383,12 @@ def estimate_advantages(batch: DataProto, config: AlgorithmConfig) -> StageResul
     needs = get_advantage(config.adv_estimator).needs
     mask = batch.batch[fields.RESPONSE_MASK]
     advantages, returns = compute_advantages(
-        config.adv_estimator,
-        token_level_rewards_BT=batch.batch[fields.TOKEN_LEVEL_REWARDS],
-        response_mask_BT=mask,
-        group_ids=batch.non_tensor_batch[fields.UID],
+        config.adv_estimator, token_level_rewards_BT=batch.batch[fields.TOKEN_LEVEL_REWARDS],
+        response_mask_BT=mask, group_ids=batch.non_tensor_batch[fields.UID],
         **{name: batch.batch[key] for name, key in ESTIMATOR_FIELDS.items() if name in needs},
-        gamma=config.gamma,
-        lam=config.lam,
-        norm_adv_by_std=config.norm_adv_by_std,
-        whiten_advantages=config.whiten_advantages,
-        **config.options,
-    )
+        gamma=config.gamma, lam=config.lam, norm_adv_by_std=config.norm_adv_by_std,
+        whiten_advantages=config.whiten_advantages, **config.options,
+    )  # fmt: skip
     batch.batch[fields.ADVANTAGES] = advantages
     batch.batch[fields.RETURNS] = returns
     chosen = advantages[mask.bool()]

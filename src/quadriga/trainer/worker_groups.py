@@ -446,20 +446,15 @@ def _ppo_groups(starter: GroupStarter) -> PPOGroups:
     if link is not None:
         link.sync()
     return PPOGroups(
-        backend=starter.backend,
-        groups=starter.groups,
-        starter=starter,
-        actor=actor,
-        rollout=rollout,
-        ref=view_of["ref"] if reads_ref_log_prob(config) else None,
+        backend=starter.backend, groups=starter.groups, starter=starter, actor=actor,
+        rollout=rollout, ref=view_of["ref"] if reads_ref_log_prob(config) else None,
         critic=view_of.get(CRITIC),
         reward_model=view_of[REWARD_MODEL] if has_reward_model(config) else None,
-        turns=actor if settings.take_turns else None,
-        link=link,
+        turns=actor if settings.take_turns else None, link=link,
         replicas=replicas or Replicas(lambda _: view_of["rollout"], 1),
         actor_version=getattr(actor, ACTOR_VERSION, None),
         added={added.key: view_of[added.key] for added in added_roles(config)},
-    )
+    )  # fmt: skip
 
 
 def open_backend(trainer: RunConfig) -> Backend:

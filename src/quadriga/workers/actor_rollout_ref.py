@@ -193,18 +193,13 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         engine = self._engine("actor")
         self._routes(data)
         return update_policy(
-            engine,
-            data,
-            self.config.actor,
-            responses_per_prompt=self.config.rollout.n,
-            temperature=self._temperature(),
-            length_scale=self.runtime.max_response_length,
+            engine, data, self.config.actor, responses_per_prompt=self.config.rollout.n,
+            temperature=self._temperature(), length_scale=self.runtime.max_response_length,
             data_ranks=self.world_size // self.config.actor.engine.model_parallel_size,
             seed=shuffle_seed(self.runtime.seed, engine.optimizer_steps),
             reference=self._engine("ref") if self.config.actor.reads_full_kl else None,
-            mismatch_bound=self.config.rollout.mismatch.bound,
-            correction=self.runtime.correction,
-        )
+            mismatch_bound=self.config.rollout.mismatch.bound, correction=self.runtime.correction,
+        )  # fmt: skip
 
     def _loaded(self, step: int) -> None:
         """Continue the weight version, which is that of the step without the warm-up of a critic,

@@ -82,13 +82,9 @@ class BatchCounts:
     ) -> Tensor:
         """Return the share of a micro-batch in the loss of the mini-batch."""
         return aggregate(
-            loss_BT,
-            mask_BT,
-            mode,
-            global_tokens=self.tokens,
-            global_sequences=self.sequences,
+            loss_BT, mask_BT, mode, global_tokens=self.tokens, global_sequences=self.sequences,
             loss_scale_length=length_scale,
-        )
+        )  # fmt: skip
 
 
 def skips_zero_advantages(config: schema.ActorConfig) -> bool:
@@ -185,17 +181,12 @@ class PolicyObjective(Objective):
             if (found := importance_weights(self.correction, old, rollout, mask)) is not None:
                 weights, statistics = found.weights_BT, {**statistics, **found.statistics}
         policy = compute_policy_loss(
-            self.config.policy_loss.name,
-            log_prob_BT=log_prob,
-            old_log_prob_BT=old,
-            advantages_BT=micro[fields.ADVANTAGES],
-            response_mask_BT=mask,
-            rollout_log_prob_BT=rollout,
-            entropy_BT=outputs.get(ENTROPY),
-            selected_BT=micro.get(fields.SELECTED_TOKENS),
-            importance_weights_BT=weights,
+            self.config.policy_loss.name, log_prob_BT=log_prob, old_log_prob_BT=old,
+            advantages_BT=micro[fields.ADVANTAGES], response_mask_BT=mask,
+            rollout_log_prob_BT=rollout, entropy_BT=outputs.get(ENTROPY),
+            selected_BT=micro.get(fields.SELECTED_TOKENS), importance_weights_BT=weights,
             **loss_settings(self.config.policy_loss),
-        )
+        )  # fmt: skip
         loss_BT = policy.loss_BT
         kept = mask.bool()
         partials = {**policy.metrics, "pg_loss": Partial.mean(loss_BT, kept)}

@@ -17,12 +17,9 @@ def cluster() -> Iterator[None]:
     started = not ray.is_initialized()
     if started:
         ray.init(
-            "local",
-            num_cpus=16,
-            include_dashboard=False,
-            object_store_memory=200 * 2**20,
+            "local", num_cpus=16, include_dashboard=False, object_store_memory=200 * 2**20,
             log_to_driver=False,
-        )
+        )  # fmt: skip
     yield
     if started:
         ray.shutdown()

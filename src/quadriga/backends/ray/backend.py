@@ -204,13 +204,9 @@ class RayWorkerGroup(WorkerGroup):
         `CallTimeoutError` if one is busy for longer than a minute.
         """
         return cls(
-            None,
-            ray_cls_with_init,
-            name_prefix=name_prefix,
-            worker_names=worker_names,
-            worker_handles=worker_handles,
-            **kwargs,
-        )
+            None, ray_cls_with_init, name_prefix=name_prefix, worker_names=worker_names,
+            worker_handles=worker_handles, **kwargs,
+        )  # fmt: skip
 
     def shutdown(self) -> None:
         """End the processes of the group, and remove the pools that its ranks have made."""

@@ -173,21 +173,12 @@ class RankProcess:
         os.environ["RAY_LOCAL_WORLD_SIZE"] = str(place.local_world_size)
         context = ray.get_runtime_context()
         self._facts = RankFacts(
-            rank=place.rank,
-            world_size=place.world_size,
-            node=node_address(),
-            pid=os.getpid(),
-            master_address=address,
-            master_port=port,
-            group_prefix=place.group_prefix,
-            log_path=_log_path(),
-            node_id=context.get_node_id(),
-            stack_path=self._stack_path,
-            name=context.get_actor_name() or "",
-            devices=visible_devices(),
-            interleaves=isinstance(self, AsyncRankProcess),
-            beside=self._beside,
-        )
+            rank=place.rank, world_size=place.world_size, node=node_address(), pid=os.getpid(),
+            master_address=address, master_port=port, group_prefix=place.group_prefix,
+            log_path=_log_path(), node_id=context.get_node_id(), stack_path=self._stack_path,
+            name=context.get_actor_name() or "", devices=visible_devices(),
+            interleaves=isinstance(self, AsyncRankProcess), beside=self._beside,
+        )  # fmt: skip
         # Imported here because these modules load numpy, whose thread pools read the environment
         # variables that `quadriga_prepare` has set by now.
         from quadriga.backends.ray.store import ResultStore

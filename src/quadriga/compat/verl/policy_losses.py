@@ -54,15 +54,10 @@ class LossArguments:
     ) -> Result:
         """Compute Quadriga's loss `name` and aggregate it. Return (loss, verl's metrics)."""
         result = token_losses(
-            name,
-            log_prob_BT=self.log_prob,
-            old_log_prob_BT=self.old_log_prob,
-            advantages_BT=self.advantages,
-            response_mask_BT=self.response_mask,
-            importance_weights_BT=self.rollout_is_weights,
-            selected_BT=selected,
-            **(settings or {}),
-        )
+            name, log_prob_BT=self.log_prob, old_log_prob_BT=self.old_log_prob,
+            advantages_BT=self.advantages, response_mask_BT=self.response_mask,
+            importance_weights_BT=self.rollout_is_weights, selected_BT=selected, **(settings or {}),
+        )  # fmt: skip
         counts: Mapping[str, int] = setting(self.config, "global_batch_info", {})
         mode = loss_agg_mode or self.loss_agg_mode
         loss = agg_loss(result.loss_BT, self.response_mask, mode, **counts)

@@ -66,16 +66,10 @@ def _call_loss(loss: PolicyLossConfig) -> None:
         loss.name, old_log_prob_BT=old, advantages_BT=advantages, response_mask_BT=mask, **settings
     )
     compute_policy_loss(
-        loss.name,
-        log_prob_BT=torch.zeros(_TWO_RESPONSES, requires_grad=True),
-        old_log_prob_BT=old,
-        advantages_BT=advantages,
-        response_mask_BT=mask,
-        rollout_log_prob_BT=old,
-        entropy_BT=torch.ones(_TWO_RESPONSES),
-        selected_BT=selected,
-        **settings,
-    )
+        loss.name, log_prob_BT=torch.zeros(_TWO_RESPONSES, requires_grad=True), old_log_prob_BT=old,
+        advantages_BT=advantages, response_mask_BT=mask, rollout_log_prob_BT=old,
+        entropy_BT=torch.ones(_TWO_RESPONSES), selected_BT=selected, **settings,
+    )  # fmt: skip
 
 
 def _call_estimator(config: AlgorithmConfig) -> None:
@@ -87,15 +81,10 @@ def _call_estimator(config: AlgorithmConfig) -> None:
         "old_log_prob_BT": torch.zeros(_TWO_RESPONSES),
     }
     advantages, returns = compute_advantages(
-        config.adv_estimator,
-        token_level_rewards_BT=torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
-        response_mask_BT=torch.ones(_TWO_RESPONSES, dtype=torch.bool),
-        group_ids=["a", "a"],
-        **{name: tensor for name, tensor in inputs.items() if name in needs},
-        gamma=config.gamma,
-        lam=config.lam,
-        norm_adv_by_std=config.norm_adv_by_std,
-        whiten_advantages=config.whiten_advantages,
-        **config.options,
-    )
+        config.adv_estimator, token_level_rewards_BT=torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+        response_mask_BT=torch.ones(_TWO_RESPONSES, dtype=torch.bool), group_ids=["a", "a"],
+        **{name: tensor for name, tensor in inputs.items() if name in needs}, gamma=config.gamma,
+        lam=config.lam, norm_adv_by_std=config.norm_adv_by_std,
+        whiten_advantages=config.whiten_advantages, **config.options,
+    )  # fmt: skip
     require_finite(advantages=advantages, returns=returns)
