@@ -243,11 +243,8 @@ def test_the_gradient_of_the_first_optimizer_step_is_the_policy_gradient(
         given = {"advantages_BT": advantages, "selected_BT": torch.zeros_like(case.mask)}
         loss = loss_of(loss_name, case, log_prob, **given).loss_BT
         aggregate(
-            loss,
-            case.mask,
-            "seq-mean-token-mean",
-            global_tokens=int(case.mask.sum()),
+            loss, case.mask, "seq-mean-token-mean", global_tokens=int(case.mask.sum()),
             global_sequences=len(case.groups),
-        ).backward()
+        ).backward()  # fmt: skip
         grads.append(log_prob.grad)
     torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)

@@ -142,15 +142,11 @@ def one_token(name: str, *, ratio: float, advantage: float, **options: Any) -> f
     old = torch.tensor([[-1.0]], dtype=torch.float64)
     log_prob = old + torch.tensor(ratio, dtype=torch.float64).log()
     return compute_policy_loss(
-        name,
-        log_prob_BT=log_prob,
-        selected_BT=torch.ones(1, 1, dtype=torch.bool),
-        old_log_prob_BT=old,
-        advantages_BT=torch.tensor([[advantage]], dtype=torch.float64),
-        response_mask_BT=torch.ones(1, 1),
-        rollout_log_prob_BT=old - torch.tensor(2.0).log(),
+        name, log_prob_BT=log_prob, selected_BT=torch.ones(1, 1, dtype=torch.bool),
+        old_log_prob_BT=old, advantages_BT=torch.tensor([[advantage]], dtype=torch.float64),
+        response_mask_BT=torch.ones(1, 1), rollout_log_prob_BT=old - torch.tensor(2.0).log(),
         **options,
-    ).loss_BT.item()
+    ).loss_BT.item()  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,10 @@ def use_additions() -> tuple[list[float], list[float]]:
         "signs", token_level_rewards_BT=rewards, response_mask_BT=mask, group_ids=[7, 7], scale=3.0
     )
     loss = compute_policy_loss(
-        "squared",
-        log_prob_BT=torch.tensor([[-2.0, float("nan")]]),
-        old_log_prob_BT=torch.zeros(1, 2),
-        advantages_BT=torch.ones(1, 2),
-        response_mask_BT=torch.tensor([[1, 0]]),
-        power=3.0,
-    ).loss_BT
+        "squared", log_prob_BT=torch.tensor([[-2.0, float("nan")]]),
+        old_log_prob_BT=torch.zeros(1, 2), advantages_BT=torch.ones(1, 2),
+        response_mask_BT=torch.tensor([[1, 0]]), power=3.0,
+    ).loss_BT  # fmt: skip
     return result[:, 0].tolist(), loss.flatten().tolist()
 
 

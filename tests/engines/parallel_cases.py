@@ -122,19 +122,15 @@ def build(folder: str, case: Case, degrees: Degrees = (1, 1, 1), **settings) -> 
             gradient_checkpointing=case.checkpointing,
         ),
         EngineConfig(
-            dtype=case.dtype,
-            reduce_dtype=case.dtype,
-            tensor_parallel_size=tensor,
-            sequence_parallel_size=sequence,
-            context_parallel_size=context,
-            fsdp_size=settings.pop("fsdp_size", -1),
-            fused_head=settings.pop("fused_head", None),
+            dtype=case.dtype, reduce_dtype=case.dtype, tensor_parallel_size=tensor,
+            sequence_parallel_size=sequence, context_parallel_size=context,
+            fsdp_size=settings.pop("fsdp_size", -1), fused_head=settings.pop("fused_head", None),
         ),
         optim,
         head=head,
         total_steps=8,
         **settings,
-    )
+    )  # fmt: skip
 
 
 def update(engine: FSDPEngine, case: Case, part: int = 0, parts: int = 1) -> dict[str, float]:

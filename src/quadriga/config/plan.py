@@ -146,16 +146,13 @@ def _update(config: TrainConfig, role: str) -> UpdatePlan:
         length = config.data.max_prompt_length + config.data.max_response_length
         size = min(size, max(1, engine.micro_batch_tokens // length))
     return UpdatePlan(
-        role=role,
-        mini_batch_prompts=mini,
-        mini_batch_sequences=sequences,
-        mini_batch_per_rank=per_rank,
-        mini_batches=math.ceil(config.data.train_batch_size / mini),
+        role=role, mini_batch_prompts=mini, mini_batch_sequences=sequences,
+        mini_batch_per_rank=per_rank, mini_batches=math.ceil(config.data.train_batch_size / mini),
         epochs=section.ppo_epochs or actor.ppo_epochs,
         micro_batch=micro if engine.use_dynamic_bsz else size,
         micro_batches=math.ceil(per_rank / size),
         max_tokens=engine.micro_batch_tokens if engine.use_dynamic_bsz else None,
-    )
+    )  # fmt: skip
 
 
 def _update_lines(update: UpdatePlan, prompts: int) -> list[str]:

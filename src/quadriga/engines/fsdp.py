@@ -121,14 +121,10 @@ class FSDPEngine(TrainEngine):
                     module, engine.reduce_each_micro_batch, dtype, reduced
                 )
                 return early, shard_model(
-                    module,
-                    meshes,
-                    compute_dtype=dtype,
-                    reduce_dtype=reduced,
+                    module, meshes, compute_dtype=dtype, reduce_dtype=reduced,
                     reshard_after_forward=engine.reshard_after_forward,
-                    on_host=engine.offload_policy,
-                    min_unit_parameters=self._min_unit_parameters,
-                )
+                    on_host=engine.offload_policy, min_unit_parameters=self._min_unit_parameters,
+                )  # fmt: skip
 
         # FSDP moves a model that was loaded whole to the device unit by unit.
         self.reduces_each_micro_batch, self.module = on_all_ranks(shard)
@@ -178,12 +174,9 @@ class FSDPEngine(TrainEngine):
         chosen = dummy_batch() if rows is None else select_rows(of.batch, rows, _CPU)
         images = None if of.images is None or rows is None else of.images.select(rows)
         return self._token_model(
-            chosen,
-            temperature=of.temperature,
-            entropy=of.entropy,
-            reference=reference,
+            chosen, temperature=of.temperature, entropy=of.entropy, reference=reference,
             images=images,
-        )
+        )  # fmt: skip
 
     def _accumulate(
         self, of: Pass, loss_fn: LossFn, reference: TrainEngine | None

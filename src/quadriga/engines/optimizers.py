@@ -66,13 +66,10 @@ class AdamW:
         self.named = named
         self._shards = [nn.Parameter(local_shard(p.detach())) for _, p in named]
         self._adamw = torch.optim.AdamW(
-            self._shards,
-            lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
+            self._shards, lr=config.lr, betas=config.betas, eps=config.eps,
             weight_decay=config.weight_decay,
             fused=all(s.device.type in ("cpu", "cuda") for s in self._shards),
-        )
+        )  # fmt: skip
 
     def update(self, gradients: Sequence[Tensor | None], rate: float) -> None:
         """Update the parameters. All ranks that share a copy of the parameters call it together.

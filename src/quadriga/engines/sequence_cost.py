@@ -70,13 +70,10 @@ def model_shape(config: PreTrainedConfig) -> ModelShape:
     experts = _size(text, _EXPERTS_OF_TOKEN, 0)
     mlp = _size(text, _EXPERT_MLP if experts else _MLP, 4 * hidden)
     return ModelShape(
-        hidden_size=hidden,
-        attention_size=heads * head_size,
-        key_value_size=key_heads * head_size,
-        mlp_size=mlp * max(1, experts),
-        vocabulary=_size(text, ("vocab_size",), 1),
+        hidden_size=hidden, attention_size=heads * head_size, key_value_size=key_heads * head_size,
+        mlp_size=mlp * max(1, experts), vocabulary=_size(text, ("vocab_size",), 1),
         windows=_windows(text, _kinds(text_config), layers),
-    )
+    )  # fmt: skip
 
 
 def _kinds(config: PreTrainedConfig) -> list[str]:

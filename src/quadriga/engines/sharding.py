@@ -73,12 +73,9 @@ def shard_model(
         size = sum(p.numel() for p in layer.parameters())
         if size >= min_unit_parameters or meshes.tensor is not None:
             fully_shard(
-                layer,
-                mesh=meshes.layers,
-                mp_policy=policy,
-                offload_policy=place,
+                layer, mesh=meshes.layers, mp_policy=policy, offload_policy=place,
                 reshard_after_forward=reshard_after_forward,
-            )
+            )  # fmt: skip
     fully_shard(model, mesh=meshes.whole, mp_policy=policy, offload_policy=place)
     for unit in fsdp_units(model):
         unit.set_gradient_divide_factor(1.0)

@@ -156,12 +156,9 @@ class TrackioTracker(_ServiceTracker):
 
         self._table = trackio.Table
         self._run = trackio.init(
-            run.project_name,
-            run.experiment_name,
-            config=dict(run.settings),
-            resume="allow" if run.first_step else "never",
-            embed=False,
-        )
+            run.project_name, run.experiment_name, config=dict(run.settings),
+            resume="allow" if run.first_step else "never", embed=False,
+        )  # fmt: skip
 
 
 class SwanlabTracker(_ServiceTracker):
@@ -177,14 +174,11 @@ class SwanlabTracker(_ServiceTracker):
 
         self._text = swanlab.Text
         self._run = swanlab.init(
-            project=run.project_name,
-            name=run.experiment_name,
-            config=dict(run.settings),
-            id=_run_id(run, SWANLAB, _new_id),
-            resume="allow",
+            project=run.project_name, name=run.experiment_name, config=dict(run.settings),
+            id=_run_id(run, SWANLAB, _new_id), resume="allow",
             log_dir=str(run.folder.path / SWANLAB),
             settings={"terminal": {"proxy_type": "none"}, "interactive": False},
-        )
+        )  # fmt: skip
 
     def log_samples(self, step: int, samples: Sequence[JsonObject]) -> None:
         texts = [self._text(_text_of(one), caption=f"reward {one['reward']:g}") for one in samples]

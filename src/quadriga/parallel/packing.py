@@ -260,12 +260,9 @@ def pack_rows(
 
     targets = find_targets(own, position_VS)
     return PackedBatch(
-        input_ids=ids[kept][None],
-        position_ids=rows.column[None],
-        rows=rows,
-        predictors=rows.token_index[targets.row, targets.position - 1],
-        targets=targets,
-    )
+        input_ids=ids[kept][None], position_ids=rows.column[None], rows=rows,
+        predictors=rows.token_index[targets.row, targets.position - 1], targets=targets,
+    )  # fmt: skip
 
 
 def pack_with_routes(

@@ -287,13 +287,10 @@ def build_calls(
         call = calls.get(key)
         if call is None:
             call = calls[key] = Call(
-                role,
-                method,
-                tuple([packed.get(id(value), value) for value in args]),
-                {name: packed.get(id(value), value) for name, value in kwargs.items()},
-                materialize,
+                role, method, tuple([packed.get(id(value), value) for value in args]),
+                {name: packed.get(id(value), value) for name, value in kwargs.items()}, materialize,
                 step,
-            )
+            )  # fmt: skip
         result.append(call)
     return result
 

@@ -61,12 +61,9 @@ def write_reference_model(folder: str | Path) -> None:
     best tokens do not occur. Every engine has kernels for its sizes.
     """
     shape = TinyModel(
-        hidden_size=64,
-        num_heads=2,
-        num_kv_heads=1,
-        intermediate_size=96,
+        hidden_size=64, num_heads=2, num_kv_heads=1, intermediate_size=96,
         max_position_embeddings=128,
-    )
+    )  # fmt: skip
     write_tiny_model(folder, ["one two three four five six seven eight nine ten"], shape)
     file = Path(folder) / "model.safetensors"
     weights = load_file(file)

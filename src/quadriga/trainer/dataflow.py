@@ -459,14 +459,11 @@ def balance_of(
     """Return how the batches of a run are ordered. `critic_ranks`: None if there is no critic."""
     _, critic_prompts = mini_batch_prompts(config)
     unbalanced = Balance(
-        ranks,
-        config.trainer.balance_batch,
-        mini_batch_rows=_rows_of_mini_batch(config, ranks),
-        masked=plan.masks_before_passes,
-        skips=plan.advantages_before_passes,
+        ranks, config.trainer.balance_batch, mini_batch_rows=_rows_of_mini_batch(config, ranks),
+        masked=plan.masks_before_passes, skips=plan.advantages_before_passes,
         critic_ranks=critic_ranks,
         critic_mini_batch_rows=critic_prompts * config.actor_rollout_ref.rollout.n,
-    )
+    )  # fmt: skip
     if ranks == 1 or not unbalanced.enabled:
         return unbalanced
     cost, shares_prompts = _cost_of_actor(config)

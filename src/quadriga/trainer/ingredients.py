@@ -172,13 +172,10 @@ def image_rules(model: ModelConfig, image_key: str | None) -> ImageRules | None:
         return None
     processor = load_image_processor(model)
     return ImageRules(
-        image_key=image_key,
-        image_token=tokens.image,
-        merge_size=tokens.merge_size,
+        image_key=image_key, image_token=tokens.image, merge_size=tokens.merge_size,
         process=partial(processor, return_tensors="pt"),
-        count_patches=processor.get_number_of_image_patches,
-        settings=processor.to_json_string(),
-    )
+        count_patches=processor.get_number_of_image_patches, settings=processor.to_json_string(),
+    )  # fmt: skip
 
 
 def make_mixture(data: DataConfig, prompts: Prompts) -> Mixture | None:

@@ -442,21 +442,14 @@ def read_samples(
             for row in (rollout, actor)
         ]
         yield Sample(
-            step=step,
-            split=split,
-            prompt=_prompt_text(arrays[fields.RAW_PROMPT][i]),
-            response=str(tokenizer.decode(kept, skip_special_tokens=True)),
-            reward=rewards[i],
-            ground_truth=(truths[i] or {}).get("ground_truth"),
-            data_source=sources[i],
-            response_tokens=len(kept),
-            weight_versions=versions[i],
-            group=str(arrays[fields.UID][i]),
-            components=components or None,
-            advantage=advantage,
+            step=step, split=split, prompt=_prompt_text(arrays[fields.RAW_PROMPT][i]),
+            response=str(tokenizer.decode(kept, skip_special_tokens=True)), reward=rewards[i],
+            ground_truth=(truths[i] or {}).get("ground_truth"), data_source=sources[i],
+            response_tokens=len(kept), weight_versions=versions[i],
+            group=str(arrays[fields.UID][i]), components=components or None, advantage=advantage,
             turns=turns_of(batch, i, tokenizer) if fields.EPISODE in arrays else None,
             tokens=_tokens(tokenizer, kept[:most_tokens].tolist(), *of_tokens),
-        )
+        )  # fmt: skip
 
 
 def _tokens(

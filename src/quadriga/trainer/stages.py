@@ -697,14 +697,11 @@ class Sampler:
 def sampled(batch: DataProto, config: AlgorithmConfig, groups: int, drawn: int) -> SamplingDecision:
     """Decide on scored rows, of which a step wants some `groups` and has `drawn` batches."""
     return dynamic_sampling(
-        batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1),
-        batch.non_tensor_batch[fields.UID],
-        wanted_groups=groups,
-        member_B=_in_update(batch, config),
-        gen_batches=drawn,
+        batch.batch[fields.TOKEN_LEVEL_SCORES].sum(-1), batch.non_tensor_batch[fields.UID],
+        wanted_groups=groups, member_B=_in_update(batch, config), gen_batches=drawn,
         max_num_gen_batches=config.filter_groups.max_num_gen_batches,
         under_filled=config.filter_groups.under_filled,
-    )
+    )  # fmt: skip
 
 
 def _in_update(batch: DataProto, config: AlgorithmConfig) -> Tensor:

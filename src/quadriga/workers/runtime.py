@@ -290,13 +290,10 @@ class EngineWorker(SavedWorker, Generic[ConfigT]):
 
         config: CriticConfig | RewardModelConfig | RMConfig = self.config
         self.engine = build_engine(
-            config.model,
-            config.engine,
-            None if isinstance(config, RewardModelConfig) else config.optim,
-            head=self.head,
-            device=self.device,
-            total_steps=self.runtime.total_steps,
-        )
+            config.model, config.engine,
+            None if isinstance(config, RewardModelConfig) else config.optim, head=self.head,
+            device=self.device, total_steps=self.runtime.total_steps,
+        )  # fmt: skip
 
     def _engine(self) -> TrainEngine:
         if self.engine is None:
@@ -353,10 +350,7 @@ class CriticWorker(EngineWorker[CriticConfig]):
         from quadriga.workers.updates import update_values
 
         return update_values(
-            self._engine(),
-            data,
-            self.config,
-            responses_per_prompt=self.responses_per_prompt,
+            self._engine(), data, self.config, responses_per_prompt=self.responses_per_prompt,
             data_ranks=self.world_size // self.config.engine.model_parallel_size,
             length_scale=self.runtime.max_response_length,
-        )
+        )  # fmt: skip

@@ -195,13 +195,10 @@ class PolicyObjective(Objective):
             loss_BT = loss_BT + bonus.loss_BT
         if self.config.use_kl_loss:
             kl = kl_loss(
-                outputs[LOG_PROBS],
-                micro.get(fields.REF_LOG_PROB),
-                mask,
-                kl_loss_coef=self.config.kl_loss_coef,
-                kl_loss_type=self.config.kl_loss_type,
+                outputs[LOG_PROBS], micro.get(fields.REF_LOG_PROB), mask,
+                kl_loss_coef=self.config.kl_loss_coef, kl_loss_type=self.config.kl_loss_type,
                 full_kl_BT=outputs.get(FULL_KL),
-            )
+            )  # fmt: skip
             partials.update(kl.metrics)
             loss_BT = loss_BT + kl.loss_BT
         if self.old_from_update:

@@ -75,12 +75,9 @@ class LossArguments:
         verl selects them among the rows of one micro-batch, by the current log-probabilities.
         """
         return select_tokens(
-            name,
-            old_log_prob_BT=self.log_prob.detach(),
-            advantages_BT=self.advantages,
-            response_mask_BT=self.response_mask,
-            **self.policy_settings(*settings),
-        )
+            name, old_log_prob_BT=self.log_prob.detach(), advantages_BT=self.advantages,
+            response_mask_BT=self.response_mask, **self.policy_settings(*settings),
+        )  # fmt: skip
 
     def clips(self) -> LossSettings:
         """Return the clip range of `config`. Raises `InputError` if `config` is None."""

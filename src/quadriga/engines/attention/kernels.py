@@ -268,12 +268,9 @@ def attend_blocks(
         seen = block.mask if scoring.mask is None else scoring.mask.of_block(block)
         if scoring.softcap is None and scoring.sinks is None:
             out = scaled_dot_product_attention(
-                *slots,
-                attn_mask=seen,
-                is_causal=seen is None,
-                scale=scoring.scaling,
+                *slots, attn_mask=seen, is_causal=seen is None, scale=scoring.scaling,
                 enable_gqa=q.shape[1] != k.shape[1],
-            )
+            )  # fmt: skip
         else:
             out = _attend_to_scores(*slots, seen, scoring)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
@@ -546,12 +543,9 @@ def _block_mask(own_first: Tensor, prompt_first: Tensor, prompt_last: Tensor) ->
     whole = torch.cat(every)
     partial = torch.cat(some) & ~whole
     return BlockMask.from_kv_blocks(
-        *_block_table(partial),
-        *_block_table(whole),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=attends,
+        *_block_table(partial), *_block_table(whole), BLOCK_SIZE=BLOCK, mask_mod=attends,
         seq_lengths=(tokens, tokens),
-    )
+    )  # fmt: skip
 
 
 def _block_table(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -657,17 +651,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, rows: AttentionRows, scoring: Scorin
     """
     kernel = rows.kernel_of(
         AttentionCall(
-            dtype=q.dtype,
-            heads=q.shape[1],
-            key_heads=k.shape[1],
-            size=q.shape[-1],
-            value_size=v.shape[-1],
-            mask="causal" if scoring.mask is None else scoring.mask.kind,
-            softcap=scoring.softcap is not None,
-            sinks=scoring.sinks is not None,
+            dtype=q.dtype, heads=q.shape[1], key_heads=k.shape[1], size=q.shape[-1],
+            value_size=v.shape[-1], mask="causal" if scoring.mask is None else scoring.mask.kind,
+            softcap=scoring.softcap is not None, sinks=scoring.sinks is not None,
             part=rows.queries is not None,
         )
-    )
+    )  # fmt: skip
     if kernel == "flex":
         query, key, value = (x.transpose(0, 1)[None] for x in (q, k, v))
         return attend_tokens(query, key, value, rows.ranges, scoring)

@@ -483,15 +483,12 @@ def settings_for_classes(config: TrainConfig, mapping: Mapping[Role, type[Worker
 def rank_runtime(config: TrainConfig, total_steps: int) -> RankRuntime:
     """Return what every rank of a role is told; `total_steps` counts its optimizer steps."""
     return RankRuntime(
-        device=config.trainer.device,
-        threads=threads_per_rank(config.trainer),
-        seed=config.trainer.seed,
-        total_steps=total_steps,
-        max_response_length=config.data.max_response_length,
-        correction=correction_of(config),
+        device=config.trainer.device, threads=threads_per_rank(config.trainer),
+        seed=config.trainer.seed, total_steps=total_steps,
+        max_response_length=config.data.max_response_length, correction=correction_of(config),
         warmup_steps=config.critic.warmup_steps if needs_critic(config) else 0,
         user_files=loaded_files(config.algorithm.user_files),
-    )
+    )  # fmt: skip
 
 
 def threads_per_rank(trainer: RunConfig) -> int:

@@ -100,15 +100,11 @@ class DataParallelPPOActor(_OnEngine):
         assert isinstance(config, ActorConfig)
         for rows in [data] if isinstance(data, DataProto) else data:
             metrics = update_policy(
-                self.engine,
-                with_response_mask(rows),
-                config,
-                responses_per_prompt=1,
+                self.engine, with_response_mask(rows), config, responses_per_prompt=1,
                 temperature=rows.meta_info.get("temperature", 1.0),
-                length_scale=rows.batch[fields.RESPONSES].shape[1],
-                data_ranks=1,
+                length_scale=rows.batch[fields.RESPONSES].shape[1], data_ranks=1,
                 seed=shuffle_seed(0, self.engine.optimizer_steps),
-            ).meta_info["metrics"]
+            ).meta_info["metrics"]  # fmt: skip
         return metrics
 
 

@@ -417,12 +417,9 @@ class RayPPOTrainer(VerlTrainerNames):
         check_policy_loss(ours)
         pools = pools_of(resource_pool_manager, ours, device)
         super().__init__(
-            ours,
-            role_worker_mapping=worker_classes(classes),
-            resource_pool_manager=pools,
-            reward_fn=_rules_of(reward_fn),
-            val_reward_fn=_rules_of(val_reward_fn),
-        )
+            ours, role_worker_mapping=worker_classes(classes), resource_pool_manager=pools,
+            reward_fn=_rules_of(reward_fn), val_reward_fn=_rules_of(val_reward_fn),
+        )  # fmt: skip
         self._own_reward = reward_fn is not None and not isinstance(reward_fn, LoadedRewards)
 
     def training_reward(self) -> BatchReward:
