@@ -110,8 +110,7 @@ def _selected(tree: DictConfig, key: str) -> Plain:
     found = OmegaConf.select(tree, key)
     if OmegaConf.is_config(found):
         found = OmegaConf.to_container(found, resolve=True)
-    value: Plain = found
-    return value
+    return cast(Plain, found)
 
 
 def _given(

@@ -71,7 +71,9 @@ def mask_secrets(text: str) -> str:
 
 def masker() -> Callable[[str], str]:
     """Return `mask_secrets` for many texts: the values of secrets are looked up once."""
-    return functools.partial(_masked, _secret_values())
+    # The values to mask, longest first: one may be a part of another.
+    values = _values_to_mask(tuple(os.environ.items()), frozenset(_values_of_settings))
+    return functools.partial(_masked, values)
 
 
 def _masked(values: tuple[str, ...], text: str) -> str:
@@ -133,11 +135,6 @@ def _mask_record(record: logging.LogRecord) -> logging.LogRecord:
         if masked != trace:
             record.exc_text = masked
     return record
-
-
-def _secret_values() -> tuple[str, ...]:
-    """Return the values to mask, longest first: one may be a part of another."""
-    return _values_to_mask(tuple(os.environ.items()), frozenset(_values_of_settings))
 
 
 @functools.lru_cache(maxsize=1)

@@ -140,11 +140,7 @@ def _await(
         if not logged and time.monotonic() - began >= LOG_S:
             logger.warning("pool %s waits for bundles; free now: %s", part.pool.label, _free_text())
             logged = True
-    raise _no_room(part)
-
-
-def _no_room(part: _Part) -> PlacementError:
-    return PlacementError(
+    raise PlacementError(
         f"Pool {part.pool.label!r} {part.pool.store}: its bundles were not free within "
         f"{PLACE_TIMEOUT_S:.0f} s. Each process asks for {part.bundle}; free now: {_free_text()}. "
         "Other jobs, or other pools of this one, hold the rest.",
