@@ -8,7 +8,6 @@ import string
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, ClassVar, Self, cast
 
 from quadriga import single_controller
@@ -93,6 +92,16 @@ class DistGlobalInfo:
     cp_size: int
 
 
+class OfEnvironment:
+    """An attribute of the rank's environment. A worker may assign another value to its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, worker: Worker | None, owner: type) -> object:
+        return self if worker is None else getattr(worker._environment, self._name)
+
+
 class Worker(single_controller.Worker, WorkerHelper):
     """A worker in verl's spelling.
 
@@ -117,12 +126,12 @@ class Worker(single_controller.Worker, WorkerHelper):
 
     fused_worker_attr_name = "fused_worker_dict"
     """The attribute that has the roles of a process."""
-    _rank = property(attrgetter("_environment.rank"))
-    _world_size = property(attrgetter("_environment.world_size"))
-    _local_rank = property(attrgetter("_environment.local_rank"))
-    _local_world_size = property(attrgetter("_environment.local_world_size"))
-    _master_addr = property(attrgetter("_environment.master_address"))
-    _master_port = property(attrgetter("_environment.master_port"))
+    _rank = OfEnvironment("rank")
+    _world_size = OfEnvironment("world_size")
+    _local_rank = OfEnvironment("local_rank")
+    _local_world_size = OfEnvironment("local_world_size")
+    _master_addr = OfEnvironment("master_address")
+    _master_port = OfEnvironment("master_port")
 
     @classmethod
     def env_keys(cls) -> list[str]:
