@@ -12,7 +12,6 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from quadriga.errors import ConfigError, PlacementError
 
@@ -81,14 +80,6 @@ LOCAL_PORT = "none: several local ranks share one process"
 """MASTER_PORT of a local group with several ranks, which does not support collectives."""
 
 
-_VARIABLES = {
-    "rank": "RANK", "world_size": "WORLD_SIZE", "local_rank": "LOCAL_RANK",
-    "local_world_size": "LOCAL_WORLD_SIZE", "master_address": "MASTER_ADDR",
-    "master_port": "MASTER_PORT", "group_prefix": "WG_PREFIX",
-}  # fmt: skip
-# Field of `RankEnvironment` → its environment variable.
-
-
 @dataclass(frozen=True)
 class RankEnvironment:
     """The position of one rank in its group, and the address of rank 0."""
@@ -103,7 +94,15 @@ class RankEnvironment:
 
     def variables(self) -> dict[str, str]:
         """Return the position as environment variables."""
-        return {name: str(getattr(self, field)) for field, name in _VARIABLES.items()}
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "LOCAL_WORLD_SIZE": str(self.local_world_size),
+            "MASTER_ADDR": self.master_address,
+            "MASTER_PORT": self.master_port,
+            "WG_PREFIX": self.group_prefix,
+        }
 
     @classmethod
     def read(cls, env: Mapping[str, str] = os.environ) -> RankEnvironment:
@@ -111,12 +110,15 @@ class RankEnvironment:
 
         Raises `ConfigError` naming a variable that is not a whole number.
         """
-        found: dict[str, Any] = {}
-        for field, name in _VARIABLES.items():
-            default = getattr(cls, field)
-            is_number = isinstance(default, int)
-            found[field] = _number(env, name, default) if is_number else env.get(name, default)
-        return cls(**found)
+        return cls(
+            rank=_number(env, "RANK", 0),
+            world_size=_number(env, "WORLD_SIZE", 1),
+            local_rank=_number(env, "LOCAL_RANK", 0),
+            local_world_size=_number(env, "LOCAL_WORLD_SIZE", 1),
+            master_address=env.get("MASTER_ADDR", ""),
+            master_port=env.get("MASTER_PORT", ""),
+            group_prefix=env.get("WG_PREFIX", ""),
+        )
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

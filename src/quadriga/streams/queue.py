@@ -7,6 +7,7 @@
 Every group is in one state, so no prompt is lost and none is trained twice.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -111,7 +112,7 @@ class PromptQueue:
         return bool(self.waiting) and started < min(self.most, in_time, self.aim)
 
     def add(self, groups: Sequence[PromptGroup]) -> None:
-        """Let groups wait behind the others. Those of a checkpoint may have begun."""
+        """Add groups. A group of a checkpoint may have begun; the others wait behind those here."""
         self.groups |= {group.number: group for group in groups}
         self.waiting += [group for group in groups if group.started is None]
         self.aim = max(self.aim, len(self.groups) - len(self.waiting))
@@ -147,7 +148,7 @@ class PromptQueue:
             return None
         taken, early = self.pop(chosen), len(self._ready) - batch // 4
         if self._beside and not self._waits and early > 0:
-            self.aim = max(batch, self.aim - -(-early // 4))
+            self.aim = max(batch, self.aim - math.ceil(early / 4))
         self._waits = False
         return taken
 

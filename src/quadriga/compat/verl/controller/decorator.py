@@ -574,7 +574,7 @@ DISPATCH_MODE_FN_REGISTRY = _Registry()
 # The functions of the MEGATRON modes
 
 
-def _megatron(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _megatron(name: str) -> tuple[DispatchFn, CollectFn]:
     functions = get_predefined_dispatch_fn(Dispatch[name])
     return functions["dispatch_fn"], functions["collect_fn"]
 

@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -66,6 +65,9 @@ from quadriga.trainer.roles.registry import (
 from quadriga.trainer.stages import BatchReward, ModelReward
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from quadriga.algorithms.kl import KLController
     from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup, RewardModelGroup
 
 PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
@@ -299,8 +301,10 @@ class VerlTrainerNames(QuadrigaTrainer):
         """Whether the run has a reference."""
         return needs_reference(self.config)
 
-    # Whether the reference is the actor without its adapters.
-    ref_in_actor = property(attrgetter("config.actor_rollout_ref.model.lora.enabled"))
+    @property
+    def ref_in_actor(self) -> bool:
+        """Whether the reference is the actor without its adapters."""
+        return self.config.actor_rollout_ref.model.lora.enabled
 
     @property
     def hybrid_engine(self) -> bool:
@@ -319,12 +323,20 @@ class VerlTrainerNames(QuadrigaTrainer):
         loader = self.ingredients.val_loader
         return None if loader is None else BatchDicts(loader)
 
-    # The tokenizer of the policy.
-    tokenizer = property(attrgetter("ingredients.tokenizer"))
-    # The controller of the KL coefficient in the rewards.
-    kl_ctrl_in_reward = property(attrgetter("kl_controller"))
-    # The number of training steps of the whole run.
-    total_training_steps = property(attrgetter("total_steps"))
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer of the policy."""
+        return self.ingredients.tokenizer
+
+    @property
+    def kl_ctrl_in_reward(self) -> KLController:
+        """The controller of the KL coefficient in the rewards."""
+        return self.kl_controller
+
+    @property
+    def total_training_steps(self) -> int:
+        """The number of training steps of the whole run."""
+        return self.total_steps
 
     @property
     def global_steps(self) -> int:
