@@ -32,7 +32,7 @@ STOPPED = {
     "import os\ntry: os.kill(1, 9)\nexcept OSError: pass\nos.kill(PID, 9)": "No such process",
     "x = 'a' * 10**10": "MemoryError",
     "import mmap; mmap.mmap(-1, 10**10)": "Cannot allocate memory",
-    "import os\nwhile True: os.fork()": "Resource temporarily unavailable",
+    "import os, time\nwhile os.fork(): pass\ntime.sleep(60)": "Resource temporarily unavailable",
     "f = open('big', 'w')\nwhile True: f.write('a' * 10**6)": "No space left on device",
 }
 REMOUNT = """
