@@ -66,6 +66,9 @@ FAMILIES = {
         **SIZES, head_dim=8, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2,
         norm_topk_prob=False, tie_word_embeddings=False,
     ),
+    "mixtral deep": lambda: transformers.MixtralConfig(
+        **SIZES | {"num_hidden_layers": 4}, **EXPERTS, sliding_window=None
+    ),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, **EXPERTS, sliding_window=None),
 }  # fmt: skip
 
@@ -227,6 +230,17 @@ def updated(engine: TrainEngine, update: Update):
     return report.meta_info["metrics"], weights(engine)
 
 
+def replayed_routes(family: str) -> dict[str, torch.Tensor]:
+    """Return the experts that a rollout of the seven rows may have reported, two for each token of
+    a layer; none of a dense model."""
+    config = FAMILIES[family]()
+    if not hasattr(config, "num_experts_per_tok"):
+        return {}
+    shape = (*batch_of()[fields.INPUT_IDS].shape, config.num_hidden_layers, 4)
+    chances = torch.rand(shape, generator=torch.Generator().manual_seed(9))
+    return {fields.ROUTED_EXPERTS: chances.argsort(-1)[..., :2].to(torch.int8)}
+
+
 def build(subject: Subject, root: Path) -> TrainEngine:
     engine = build_engine(
         schema.ModelConfig(
@@ -303,6 +317,12 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     for update in subject.updates:
         engine.load(folder if load_from is None else load_from, STEPS)
         found["updates"][str(update)] = updated(engine, update)
+    for name, routes in replayed_routes(subject.family).items():
+        engine.load(folder if load_from is None else load_from, STEPS)
+        given = rows | {name: routes[chosen]}
+        metrics = step(engine, given, subject.head, micro_batch_size=2)
+        one = engine.forward(given, entropy=True, temperature=0.7, micro_batch_size=1)
+        found["replayed"] = metrics, weights(engine), gather_over_ranks((chosen, one))
     if load_from is not None:
         resumed = build(subject, root)
         resumed.load(load_from, STEPS)

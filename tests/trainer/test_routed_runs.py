@@ -7,7 +7,10 @@ import pytest
 import torch
 from run_cases import STREAMED, metrics_of_run, often
 from test_agent_runs import GAME
+from test_megatron_runs import STAGES, megatron
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
+
+import megatron_on_cpu
 
 ROLLOUT = "actor_rollout_ref.rollout"
 APART = ["trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.rollout=[1,2]"]
@@ -17,6 +20,7 @@ WAYS = {
     "stream": STREAMED,
     "replicas": [*STREAMED, *APART],
     "adapters": [*LORA, *FULL_KL],
+    "megatron": megatron(*STAGES),
     "checkpointing": ["actor_rollout_ref.model.gradient_checkpointing=true"],
     "turns": [
         "agent.max_turn_tokens=4",
@@ -48,6 +52,9 @@ def test_training_with_the_experts_of_the_rollout(experts, rule, tmp_path, way):
     if way == "turns":
         (tmp_path / "game.py").write_text(GAME)
         rule = f"agent.path={tmp_path / 'game.py'}"
+    if way == "megatron":
+        (tmp_path / "on_cpu.py").write_text(megatron_on_cpu.USER_FILE)
+        experts.append(f"algorithm.user_files=[{tmp_path / 'on_cpu.py'}]")
     replay = f"{ROLLOUT}.replay_routes={str(way in WAYS).lower()}"
     rows = metrics_of_run([*experts, rule, replay, *WAYS.get(way, [])])
     largest = rows[1]["mismatch/max"]
@@ -59,7 +66,6 @@ def test_training_with_the_experts_of_the_rollout(experts, rule, tmp_path, way):
     [
         ([], "LlamaForCausalLM .* has 0 layers with experts whose choice can be replayed"),
         ([f"{ROLLOUT}.name=vllm"], "replay_routes=true is not built for .*name=vllm"),
-        (["actor_rollout_ref.actor.engine.name=megatron"], "not built for .*name=megatron"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(refused, more, problem):

@@ -50,7 +50,6 @@ class EngineKind:
         stores_checkpoint_weights: its tensors are those of the checkpoint, so that a rollout engine
             can use them in place.
         computes_full_kl: it can compute the KL over the vocabulary.
-        replays_routes: it can compute tokens with given experts (`rollout.replay_routes`).
     """
 
     engine: str
@@ -61,7 +60,6 @@ class EngineKind:
     in_stages: bool = False
     stores_checkpoint_weights: bool = True
     computes_full_kl: bool = True
-    replays_routes: bool = True
 
 
 ENGINES = {
@@ -95,7 +93,6 @@ ENGINES = {
         in_stages=True,
         stores_checkpoint_weights=False,
         computes_full_kl=False,
-        replays_routes=False,
     ),
 }
 

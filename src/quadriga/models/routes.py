@@ -33,6 +33,19 @@ CHOOSE_OTHERWISE = ("deepseek_v4", "jetmoe", "phimoe", "zaya")
 _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
+def take_experts(given: Tensor, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scores of the experts `given`, and these, [N, K] each; where they are `UNKNOWN`,
+    those of `own`.
+
+    Args:
+        scores: [N, E], of all experts.
+        own: [N, K], the experts that the router has chosen.
+    """
+    given = given.to(own.device, own.dtype)
+    chosen = torch.where(given == UNKNOWN, own, given)
+    return scores.gather(-1, chosen), chosen
+
+
 class Routers(TorchFunctionMode):
     """The layers with experts of a model. Their `forward` is wrapped, which changes no weight name.
 
@@ -93,9 +106,7 @@ class Routers(TorchFunctionMode):
             return found
         values, own = found
         if self._routes is not None:
-            known = self._routes[:, self._layer].to(own.device, own.dtype)
-            own = torch.where(known == UNKNOWN, own, known)
-            values = args[0].gather(-1, own)
+            values, own = take_experts(self._routes[:, self._layer], args[0], own)
         self._chosen[self._layer] = own.to(self.dtype)
         return torch.return_types.topk((values, own))
 

@@ -47,6 +47,7 @@ from quadriga.engines.megatron.ranks import Ranks
 from quadriga.engines.micro_batches import TokenSlice
 from quadriga.engines.sequence_cost import model_shape
 from quadriga.models.log_probs import linear_log_probs
+from quadriga.models.routes import take_experts
 from quadriga.parallel.packing import PackedBatch
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -68,24 +69,54 @@ class RowsInFlight:
     def __init__(self, kept: int = 1) -> None:
         self._kept = kept
         self._numbers = count()
-        self._rows: dict[int, AttentionRows] = {}
+        self._rows: dict[int, tuple[AttentionRows, Tensor | None]] = {}
+        self.routes: Tensor | None = None
 
-    def add(self, rows: AttentionRows) -> Tensor:
-        """Keep the rows of a micro-batch, and return their number, on the CPU."""
+    def add(self, rows: AttentionRows, routes: Tensor | None) -> Tensor:
+        """Keep the rows of a micro-batch, and return their number, on the CPU.
+
+        Args:
+            routes: [n, layers, E], the experts of the n tokens that this rank gives to the routers.
+        """
         kept = self._kept if torch.is_grad_enabled() else 1
         for number in list(self._rows)[: max(0, len(self._rows) + 1 - kept)]:
             del self._rows[number]
         number = next(self._numbers)
-        self._rows[number] = rows
+        self._rows[number] = rows, routes
         return torch.tensor(number)
 
     def of(self, number: Tensor) -> AttentionRows:
-        """Return the rows with this number."""
-        return self._rows[int(number)]
+        """Return the rows with this number. `routes` are then those of the same micro-batch."""
+        rows, self.routes = self._rows[int(number)]
+        return rows
 
     def clear(self) -> None:
         """Drop all rows, after a step."""
         self._rows.clear()
+        self.routes = None
+
+
+class ReplayedExperts:
+    """What the router of a layer asks for its experts: those of the micro-batch, if it has any.
+
+    It has the place of Megatron-core's `RouterReplay`, which needs the experts of all micro-batches
+    in the order of their backward passes. The attention of the layer has just been computed, in the
+    forward pass or again before the backward pass, so `RowsInFlight.routes` are of these tokens.
+
+    Args:
+        layer: its number in the model.
+    """
+
+    def __init__(self, in_flight: RowsInFlight, layer: int) -> None:
+        self._in_flight, self._layer = in_flight, layer
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, groups: Any, group_topk: Any, choose: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return (scores, experts), [n, E] each, of n tokens with `scores` of all experts."""
+        own: tuple[Tensor, Tensor] = choose(scores, topk, groups, group_topk)
+        routes = self._in_flight.routes
+        return own if routes is None else take_experts(routes[:, self._layer], scores, own[1])
 
 
 class RMSNorm(nn.Module):
@@ -225,6 +256,9 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
             position_embedding_type="none",
             vp_stage=chunk if chunks > 1 else None,
         )
+        for layer in self.decoder.layers if families.expert_count(config) else ():
+            replayed = ReplayedExperts(self.rows_in_flight, layer.layer_number - 1)
+            layer.mlp.router.router_replay = replayed
         self.ranks, self.head, self.kernel_of, self.device = ranks, head, kernel_of, device
         self.padding: int | None = config.pad_token_id
         self.vocabulary: int = config.vocab_size
@@ -251,9 +285,10 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
             split=self.device.type == "cpu",
             ranks=own.ranks,
         )
+        routes = None if own.routes is None else self._own_tokens(own.routes)
         hidden = self.decoder(
             hidden_states=self._embedded(own.input_ids) if self.pre_process else None,
-            attention_mask=self.rows_in_flight.add(rows),
+            attention_mask=self.rows_in_flight.add(rows, routes),
             rotary_pos_emb=torch.cat((angles, angles), -1)[:, None, None],
         )
         if not self.post_process:
@@ -268,10 +303,14 @@ class Stage(GPTModel):  # type: ignore[misc]  # Megatron-core has no types
         hidden: Tensor = self.embedding(ids_1N, None)
         if self.padding is None or not hidden.requires_grad:
             return hidden
-        is_padding = ids_1N[0] == self.padding
-        if self.ranks.engine.sequence_parallel:  # this rank has its slice of the tokens
-            is_padding = is_padding.chunk(self.ranks.degrees.tensor)[self.ranks.place.tensor]
+        is_padding = self._own_tokens(ids_1N[0] == self.padding)
         return torch.where(is_padding[:, None, None], hidden.detach(), hidden)
+
+    def _own_tokens(self, of_tokens: Tensor) -> Tensor:
+        """Return the slice of this tensor-parallel rank, [N, …] -> [N / T, …] or all of it."""
+        if not self.ranks.engine.sequence_parallel:
+            return of_tokens
+        return of_tokens.chunk(self.ranks.degrees.tensor)[self.ranks.place.tensor]
 
     def _columns(self, hidden_kD: Tensor, micro: MicroBatch) -> Tensor:
         """Compute the outputs of the targets from their hidden states, which all T ranks have."""

@@ -633,14 +633,14 @@ def _full_kl(config: schema.TrainConfig) -> Problems:
 
 
 def _routes(config: schema.TrainConfig) -> Problems:
-    """Yield engines that do not say which experts compute a token, or cannot take them."""
-    rollout, engine = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.engine
-    key, set_false = f"{ROLLOUT}.replay_routes", "set it to false, or name="
+    """Yield a rollout engine that does not say which experts compute a token."""
+    rollout = config.actor_rollout_ref.rollout
     if rollout.replay_routes and not rollout_of(rollout).reports_routes:
-        lacks = "which does not say which experts compute a token"
-        yield key, f"is not built for {ROLLOUT}.name={rollout.name}, {lacks}; {set_false}hf"
-    if rollout.replay_routes and not kind_of(engine).replays_routes:
-        yield key, f"is not built for {ACTOR}.engine.name={engine.name}; {set_false}fsdp"
+        yield (
+            f"{ROLLOUT}.replay_routes",
+            f"is not built for {ROLLOUT}.name={rollout.name}, which does not say which experts "
+            "compute a token; set it to false, or name=hf",
+        )
 
 
 def _replay(config: schema.TrainConfig) -> Problems:
