@@ -230,15 +230,20 @@ def updated(engine: TrainEngine, update: Update):
     return report.meta_info["metrics"], weights(engine)
 
 
-def replayed_routes(family: str) -> dict[str, torch.Tensor]:
-    """Return the experts that a rollout of the seven rows may have reported, two for each token of
-    a layer; none of a dense model."""
-    config = FAMILIES[family]()
+def replayed(engine: TrainEngine, subject: Subject, load_from: Path):
+    """Make a step with experts that a rollout may have reported. Return its metrics, the weights,
+    and log-probabilities after it; None of a dense model."""
+    config, rows, chosen = FAMILIES[subject.family](), batch_of(), own_rows(engine)
     if not hasattr(config, "num_experts_per_tok"):
-        return {}
-    shape = (*batch_of()[fields.INPUT_IDS].shape, config.num_hidden_layers, 4)
+        return None
+    engine.load(load_from, STEPS)
+    shape = (*rows[fields.INPUT_IDS].shape, config.num_hidden_layers, 4)
     chances = torch.rand(shape, generator=torch.Generator().manual_seed(9))
-    return {fields.ROUTED_EXPERTS: chances.argsort(-1)[..., :2].to(torch.int8)}
+    rows[fields.ROUTED_EXPERTS] = chances.argsort(-1)[..., :2].to(torch.int8)
+    given = {name: values[chosen] for name, values in rows.items()}
+    metrics = step(engine, given, subject.head, micro_batch_size=2)
+    after = engine.forward(given, entropy=True, temperature=0.7, micro_batch_size=1)
+    return metrics, weights(engine), gather_over_ranks((chosen, after))
 
 
 def build(subject: Subject, root: Path) -> TrainEngine:
@@ -317,12 +322,7 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     for update in subject.updates:
         engine.load(folder if load_from is None else load_from, STEPS)
         found["updates"][str(update)] = updated(engine, update)
-    for name, routes in replayed_routes(subject.family).items():
-        engine.load(folder if load_from is None else load_from, STEPS)
-        given = rows | {name: routes[chosen]}
-        metrics = step(engine, given, subject.head, micro_batch_size=2)
-        one = engine.forward(given, entropy=True, temperature=0.7, micro_batch_size=1)
-        found["replayed"] = metrics, weights(engine), gather_over_ranks((chosen, one))
+    found["replayed"] = replayed(engine, subject, folder if load_from is None else load_from)
     if load_from is not None:
         resumed = build(subject, root)
         resumed.load(load_from, STEPS)
