@@ -8,6 +8,7 @@ from transformers import LlamaConfig
 
 from quadriga.checkpoint import hf_export
 from quadriga.checkpoint.hf_export import export_hf
+from quadriga.errors import InputError
 
 
 def export(folder, value):
@@ -43,3 +44,23 @@ def test_killed_at_every_operation_on_the_disk(tmp_path, monkeypatch):
         assert load_file(folder / "model.safetensors")["w"][0] == 4.0
         assert [p.name for p in folder.parent.iterdir()] == ["model"]
     assert moments > 5
+
+
+def test_a_rank_of_a_lost_node_that_still_writes_changes_no_later_export(tmp_path):
+    """Its node may be cut off from the controller, but not from the files."""
+    folder, lost = tmp_path / "model", []
+
+    def cut_off(partial):
+        lost.append(partial)
+        export_hf(folder, [("w", torch.full((2,), 2.0))], LlamaConfig(), extra=meanwhile)
+
+    def meanwhile(_):
+        lost[0].mkdir(parents=True, exist_ok=True)
+        (lost[0] / "late.txt").write_text("of the lost rank")
+
+    with pytest.raises(InputError):
+        export_hf(folder, [("w", torch.full((2,), 1.0))], LlamaConfig(), extra=cut_off)
+    assert load_file(folder / "model.safetensors")["w"][0] == 2.0
+    assert not (folder / "late.txt").exists()
+    export(folder, 3.0)
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]

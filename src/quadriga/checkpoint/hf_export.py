@@ -1,9 +1,10 @@
 """Export a trained model as a Hugging Face folder."""
 
 import copy
+import secrets
 import shutil
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from huggingface_hub import save_torch_state_dict
@@ -59,11 +60,13 @@ def export_hf(
     if not write:
         return
     folder = Path(local_path(folder))
-    partial = folder.with_name(folder.name + ".partial")
+    # A folder of its own, as a rank of a lost node may still write into that of an earlier export.
+    partial = folder.with_name(folder.name + ".partial") / secrets.token_hex(4)
     with writing(folder), ExitStack() as undo:
         restore_folder(folder)
-        remove(partial)
-        undo.callback(shutil.rmtree, partial, ignore_errors=True)
+        with suppress(OSError):
+            remove(partial.parent)
+        undo.callback(_remove_own, partial)
         partial.mkdir(parents=True)
         save_torch_state_dict(kept, partial, metadata={"format": "pt"})
         config.save_pretrained(partial)
@@ -85,6 +88,13 @@ def export_hf(
             flush(path)
         flush(partial)
         replace_folder(partial, folder)
+
+
+def _remove_own(partial: Path) -> None:
+    """Remove the folder of an export, and the one around it if no other export writes there."""
+    shutil.rmtree(partial, ignore_errors=True)
+    with suppress(OSError):
+        partial.parent.rmdir()
 
 
 def _load_tokenizer(folder: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
