@@ -275,7 +275,7 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     engine = build(subject, root)
     chosen = own_rows(engine)
     rows = {name: values[chosen] for name, values in batch_of().items()}
-    found: dict[str, object] = {"loaded": weights(engine)}
+    found: dict[str, object] = {"loaded": weights(engine), "updates": {}}
     entropy = subject.head == "lm"
     one = engine.forward(rows, entropy=entropy, temperature=0.7, micro_batch_size=1)
     found["forward"] = gather_over_ranks((chosen, one))
@@ -294,8 +294,8 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
     engine.save(folder, STEPS)
     keeper = KeptValues()
     send_state(engine.copy_state(STEPS, whole=True), keeper, "rank")
-    damaged = rows | {"weight": rows["weight"] * float("nan")} if 0 in chosen else rows
-    found["damaged"] = step(engine, damaged, subject.head)["skipped_steps"]
+    nan = {"weight": rows["weight"] * float("nan")} if 0 in chosen else {}
+    found["damaged"] = step(engine, rows | nan, subject.head)["skipped_steps"]
     found["after_damage"] = weights(engine)
     gather_over_ranks(None)  # every rank has saved
     engine.load(folder, STEPS)
@@ -318,7 +318,6 @@ def observe(subject: Subject, root: Path, load_from: Path | None = None) -> dict
             engine.load(folder, STEPS)
             metrics = pair_step(engine, size)
             found["pairs"][size] = metrics, weights(engine)
-    found["updates"] = {}
     for update in subject.updates:
         engine.load(folder if load_from is None else load_from, STEPS)
         found["updates"][str(update)] = updated(engine, update)
