@@ -60,7 +60,7 @@ def export_hf(
     if not write:
         return
     folder = Path(local_path(folder))
-    # A folder of its own, as a rank of a lost node may still write into that of an earlier export.
+    # A name of its own: a rank of a lost node may still write into the folder of an earlier export.
     partial = folder.with_name(folder.name + ".partial") / secrets.token_hex(4)
     with writing(folder), ExitStack() as undo:
         restore_folder(folder)
