@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -15,8 +16,12 @@ from quadriga.agents.environments import Action, EnvironmentRef
 from quadriga.agents.pool import EpisodePool
 from quadriga.backends.ray import processes
 from quadriga.backends.ray.keepers import keepers_of
+from quadriga.config.schema import RewardConfig
 from quadriga.errors import LostObjectError
+from quadriga.rewards import RewardManager
+from quadriga.rewards.functions import Sample
 from quadriga.single_controller.keepers import keep
+from quadriga.streams.playing import start_of
 
 ENVIRONMENT = """
 import os, signal, time
@@ -74,6 +79,27 @@ def test_a_pool_begins_when_another_one_has_just_ended(ref):
 def test_a_call_that_hangs_or_dies_costs_its_episode(pool):
     answers = play(pool, [{}, {"dies": True}, {"hangs": True}, {}])
     assert [answer.status for answer in answers] == ["observed", "crashed", "timed_out", "observed"]
+
+
+REWARD = """
+import os
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 0.0 if solution_str == "die" and os._exit(3) else float(os.getppid())
+"""
+
+
+def test_rewards_are_computed_on_nodes(ray_backend, tmp_path):
+    (tmp_path / "rule.py").write_text(REWARD)
+    settings = RewardConfig(path=str(tmp_path / "rule.py"), num_processes=2, spread=True)
+    with closing(RewardManager.from_settings(settings, None, start=start_of(True))) as manager:
+        samples = [Sample(manager.parts[0].function, "a", text, "", None) for text in "abc"]
+        outcomes = manager._pool.run(samples)
+        supervisors = [psutil.Process(int(one.score)) for one in outcomes]
+        (parent,) = {one.ppid() for one in supervisors}
+        assert "NodePrograms" in " ".join(psutil.Process(parent).cmdline())
+        died = manager._pool.run([replace(samples[0], solution_str="die"), samples[1]])
+        assert [one.status for one in died] == ["crashed", "scored"]
 
 
 def test_the_programs_of_a_pool_outlive_those_of_an_earlier_one(pool, ref):

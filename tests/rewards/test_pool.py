@@ -54,7 +54,7 @@ def test_coroutines_wait_side_by_side_and_a_bad_one_affects_only_itself():
 def test_coroutines_that_block_exceed_their_deadlines_at_once(monkeypatch):
     started = []
     start = PoolProcess.__init__
-    monkeypatch.setattr(PoolProcess, "__init__", lambda *args: started.append(start(*args)))
+    monkeypatch.setattr(PoolProcess, "__init__", lambda *a, **k: started.append(start(*a, **k)))
     truths = ["block", "ok", "block", "main thread", "block", "raise", "block"]
     with closing(RewardPool(1, timeout_s=4)) as pool:
         outcomes = pool.run([waiting(truth) for truth in truths])
@@ -100,7 +100,7 @@ def test_a_sample_whose_process_the_system_kills_is_scored_once_more(tmp_path, k
 def test_a_file_that_ends_each_process_at_its_import_ends_the_run(tmp_path, monkeypatch):
     started = []
     start = PoolProcess.__init__
-    monkeypatch.setattr(PoolProcess, "__init__", lambda *args: started.append(start(*args)))
+    monkeypatch.setattr(PoolProcess, "__init__", lambda *a, **k: started.append(start(*a, **k)))
     file = tmp_path / "dies.py"
     file.write_text("import os\nos.abort()")
     dying = Sample(FunctionRef(str(file), "compute_score"), "src", "", "", None)

@@ -269,6 +269,7 @@ def test_a_run_goes_on_with_its_episodes(train_overrides, game, batches, tmp_pat
         (["reward.path=rule.py"], "reward: is not called, because the environment scores"),
         (["agent.max_turn_tokens=100"], "is above data.max_response_length=80"),
         (["agent.spread=true"], "needs the nodes of trainer.backend=ray"),
+        (["reward.spread=true"], "reward.spread=true needs a training with trainer.backend=ray"),
         (["agent.name=Gone"], "agent.name=Gone of agent.path=.*does not exist"),
         (["agent.max_turns=0"], "agent.max_turns"),
     ],

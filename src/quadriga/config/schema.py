@@ -424,6 +424,7 @@ class RewardConfig(PathSettings):
     timeout_s: Positive = 10.0  # deadline of one sample in a process
     # GiB that one process can allocate; None: no limit
     memory_gb: Annotated[float, Ge(0.25)] | None = 8.0
+    spread: bool = False  # these processes are on all nodes of the Ray cluster in turn
     on_failure: FailurePolicy = "zero"  # a failed sample: score 0, mask its row, or end the run
 
 

@@ -43,7 +43,7 @@ from quadriga.rewards.functions import (
     marked_answer,
     reward_function_for,
 )
-from quadriga.rewards.pool import RewardPool
+from quadriga.rewards.pool import RewardPool, Start
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -172,6 +172,7 @@ class RewardManager:
             `masked_rows`; "fail": the call raises.
         components: keys of the dicts that the functions return. Their numbers become the field
             `reward_components` [B, K].
+        start: starts a process; None: on this machine.
 
     Attributes:
         metrics: of the last batch; `reward/failed` is the share of samples without a score.
@@ -192,6 +193,7 @@ class RewardManager:
         memory_gb: float | None = None,
         on_failure: FailurePolicy = "zero",
         components: Sequence[str] = (),
+        start: Start | None = None,
     ) -> None:
         parts = function if isinstance(function, tuple) else (RewardPart("", 1.0, function),)
         if num_processes and any(not isinstance(p.function, FunctionRef | None) for p in parts):
@@ -210,7 +212,7 @@ class RewardManager:
         self.outcomes: list[Outcome] = []
         self._without_score = 0  # samples in a row without any score
         self.batch_rows = 0
-        pool = RewardPool(num_processes, timeout_s, memory_gb) if num_processes else None
+        pool = RewardPool(num_processes, timeout_s, memory_gb, start) if num_processes else None
         self._pool = pool
         self._loaded: dict[FunctionRef, RewardFunction] = {}
         # The function of each part; None: the function of the row's data source. A function that
@@ -230,12 +232,13 @@ class RewardManager:
         settings: RewardConfig,
         tokenizer: PreTrainedTokenizerBase | None,
         components: Sequence[str] = (),
+        start: Start | None = None,
     ) -> RewardManager:
         """Return the manager that the settings `reward.*` describe."""
         return cls(
             tokenizer, parts_of(settings), num_processes=settings.num_processes,
             timeout_s=settings.timeout_s, memory_gb=settings.memory_gb,
-            on_failure=settings.on_failure, components=components,
+            on_failure=settings.on_failure, components=components, start=start,
         )  # fmt: skip
 
     @property

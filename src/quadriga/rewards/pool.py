@@ -111,9 +111,14 @@ class RewardPool:
     """
 
     def __init__(
-        self, num_processes: int, timeout_s: float = 10.0, memory_gb: float | None = None
+        self,
+        num_processes: int,
+        timeout_s: float = 10.0,
+        memory_gb: float | None = None,
+        start: Start | None = None,
     ) -> None:
         self.timeout_s = timeout_s
+        self._start = start or start_here
         self.memory_gb = memory_gb
         self._num_processes = num_processes
         self._numbers = itertools.count()
@@ -211,7 +216,7 @@ class RewardPool:
         idle = [process for process in self._processes if not process.busy]
         while waiting and (idle or len(self._processes) < self._num_processes):
             if not idle:
-                idle.append(PoolProcess(self.memory_gb))
+                idle.append(PoolProcess(self.memory_gb, start=self._start))
                 self._processes.append(idle[-1])
             number = waiting.popleft()
             given = [samples[row] for row in calls[number]]

@@ -22,7 +22,7 @@ from quadriga.config.schema import AgentConfig, TrainConfig
 from quadriga.containment import code_runs
 from quadriga.errors import RewardError
 from quadriga.protocol import DataProto, fields
-from quadriga.rewards.pool import start_here
+from quadriga.rewards.pool import Start, start_here
 from quadriga.streams.episodes import Episodes, turn_spans
 from quadriga.streams.generation import SlicedGeneration
 from quadriga.streams.queue import PromptGroup, PromptQueue
@@ -33,6 +33,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger("quadriga")
+
+
+def start_of(spread: bool) -> Start:
+    """Return what starts the processes of a pool: on all nodes of the Ray cluster, or here."""
+    if not spread:
+        return start_here
+    from quadriga.backends.ray.processes import start_on_a_node
+
+    return start_on_a_node
 
 
 def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Episodes | None:
@@ -49,11 +58,9 @@ def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Ep
     ref = EnvironmentRef(agent.path, agent.name, agent.options)
     ref, tools = with_tools(ref, lambda: call_format(tokenizer))
     turns = Turns(tokenizer, data.chat_template_kwargs, tools)
-    template, start = agent.history == "template", start_here
-    if agent.spread:
-        from quadriga.backends.ray.processes import start_on_a_node as start
-    bounds = agent.processes, agent.step_timeout_s, agent.process_memory_gb
-    pool = EpisodePool(ref.loaded(), *bounds, template, start)
+    template, bounds = agent.history == "template", (agent.processes, agent.step_timeout_s)
+    start = start_of(agent.spread)
+    pool = EpisodePool(ref.loaded(), *bounds, agent.process_memory_gb, template, start)
     return Episodes(
         pool, turns, data.max_response_length, agent.max_turns, agent.max_turn_tokens,
         agent.concurrency,

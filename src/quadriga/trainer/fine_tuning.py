@@ -25,6 +25,7 @@ from quadriga.data.conversations import MARGINS, PairDataset, PairLengths, turn_
 from quadriga.errors import QuadrigaError
 from quadriga.models.folder import end_token_ids
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.streams.playing import start_of
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.data import check_fine_tuning_data
 from quadriga.trainer.checks.settings import refuse, warmup_problems
@@ -262,7 +263,9 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
             self.val_conversations = ordered_loader(rows.val_conversations, size)
         RunMemory(config, rows.train.lengths, rows.val_prompts, evaluated).check()
         super().__init__(given, config, rows.tokenizer, rows.train, callbacks)
-        self.reward_fn = RewardManager.from_settings(config.reward, rows.tokenizer)
+        self.reward_fn = RewardManager.from_settings(
+            config.reward, rows.tokenizer, start=start_of(config.reward.spread)
+        )
         check_rows(self.reward_fn, self.val_loader, config.data.val_files)
 
     def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from quadriga.config.commands import GenerationConfig
 from quadriga.config.schema import AgentConfig, DataConfig, ModelConfig, TrainConfig
 from quadriga.errors import ConfigError
+from quadriga.streams.playing import start_of
 from quadriga.trainer.checks.data import check_training_data
 from quadriga.trainer.dataflow import StepPlan, scores_come_from_roles, validation_dataflow
 from quadriga.trainer.stages import BatchReward
@@ -91,7 +92,8 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
     check_training_data(config, tokenizer, datasets)
     if reward is None:
         components = config.algorithm.reward_components
-        reward = rules = RewardManager.from_settings(config.reward, tokenizer, components)
+        start = start_of(config.reward.spread)
+        reward = rules = RewardManager.from_settings(config.reward, tokenizer, components, start)
         rules.batch_rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
         # Rows need no rule where a role or an environment scores the responses.
         if not agent and not scores_come_from_roles(StepPlan.of(config).stages):

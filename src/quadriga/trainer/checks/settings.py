@@ -325,6 +325,7 @@ def check_train_settings(config: schema.TrainConfig) -> None:
         refuse(config, check(config))
     most = config.data.max_response_length
     refuse(config, _agent(config, policy.rollout, config.reward, most, "data."))
+    refuse(config, _spread(config.reward, config.trainer.backend))
     if (steps := config.trainer.total_training_steps) is not None:
         refuse(config, run_length_problems(config, steps))
     check_trackers(config.trainer.loggers)
@@ -377,6 +378,7 @@ def _evaluation(config: EvalConfig) -> Problems:
         yield "pass_at", f"has more than n={config.n} responses; set n to {max(config.pass_at)}"
     if config.agent.path is not None and config.response_files:
         yield "agent.path", "plays new episodes, and response_files are not played; remove one"
+    yield from _spread(config.reward, "local")
     if config.reward.on_failure == "mask":
         yield "reward.on_failure", "leaves samples out of an update; set it to zero or fail"
 
@@ -719,9 +721,16 @@ def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
         yield "data.train_batch_size", f"rows do not divide over {words}; set it to {near}"
     yield from _local_ranks(config, "actor")
     if isinstance(config, SFTConfig):
+        yield from _spread(config.reward, config.trainer.backend)
         sampling, longest = config.trainer.val_sampling, config.trainer.max_response_length
         yield from _sampling("trainer.val_sampling", sampling, longest)
     yield from warmup_problems("optim", config.optim, config.trainer.total_training_steps)
+
+
+def _spread(reward: schema.RewardConfig, backend: str) -> Problems:
+    if reward.spread and (backend != "ray" or not reward.num_processes):
+        needs = "a training with trainer.backend=ray and reward.num_processes above 0"
+        yield "reward.spread", f"needs {needs}; set it to false"
 
 
 def _snapshots(config: schema.TrainConfig) -> Problems:
