@@ -202,9 +202,11 @@ def varying_reward(tmp_path):
     return f"reward.path={tmp_path / 'rule.py'}"
 
 
-def rows_of_run(tmp_path, engine, *given):
-    """The metrics of a run whose log-probabilities are compared in each step."""
+def rows_of_run(tmp_path, engine, *given, model=lambda folder: None):
+    """The metrics of a run whose log-probabilities are compared in each step. `model` writes
+    another model over that of the task."""
     write_task(tmp_path, "hidden_size=128", "num_heads=4", "num_kv_heads=4")
+    model(tmp_path / "base")
     config = load_config(
         TrainConfig,
         [f"actor_rollout_ref.model.path={tmp_path / 'base'}",

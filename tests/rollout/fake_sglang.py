@@ -9,7 +9,6 @@ A response repeats the last token of its prompt, once for each new token. Its lo
 
 import contextlib
 import json
-import mmap
 import multiprocessing
 import os
 import pickle
@@ -20,6 +19,7 @@ import threading
 import time
 from base64 import b64decode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing import shared_memory
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,7 +27,7 @@ import torch
 from safetensors.torch import load_file
 
 from quadriga.rollout.base import tensor_digest
-from quadriga.rollout.sglang.host import _end_with, end_group
+from quadriga.rollout.sglang.host import _end_with, end_group, name_shared_memory
 
 
 class Fake:
@@ -39,18 +39,18 @@ class Fake:
         self.lock = threading.Lock()
         self.generated = 0
         if self.faults.get("start"):
-            print("CUDA out of memory", file=sys.stderr, flush=True)
+            print(
+                "a warning\nRuntimeError: CUDA out of memory\nKilled", file=sys.stderr, flush=True
+            )
             os._exit(1)
         folder = Path(args["model_path"])
         assert not (folder / "generation_config.json").exists()
         self.weights = load_file(folder / "model.safetensors")
         if self.faults.get("shared memory"):
-            with open(f"/dev/shm/sglang_loads_{os.getpgrp()}", "wb+") as file:
-                file.truncate(4096)
-                self.shared = mmap.mmap(file.fileno(), 4096)
             self.semaphore = multiprocessing.get_context("spawn").Lock()
-            name = self.semaphore._semlock.name.removeprefix("/")
-            Path(self.faults["shared memory"]).write_text(f"/dev/shm/sem.{name}")
+            self.shared = shared_memory.SharedMemory(create=True, size=4096)
+            names = f"sem.{self.semaphore._semlock.name[1:]}", self.shared.name.removeprefix("/")
+            Path(self.faults["shared memory"]).write_text("\n".join(names))
 
     def handle(self, path, body, payload):
         if path == "/faults":
@@ -186,6 +186,7 @@ def main():
     number, folder = sys.argv[-2:]
     threading.Thread(target=_end_with, args=(os.getppid(), folder), daemon=True).start()
     rank = Connection(int(number))
+    name_shared_memory(folder)
     fake = Fake(json.loads(rank.recv_bytes())["args"])
     subprocess.Popen(["sleep", "600"])  # a scheduler
     serve(fake, rank)

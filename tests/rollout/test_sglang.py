@@ -33,6 +33,7 @@ from quadriga.errors import (
 )
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams, tensor_digest
+from quadriga.rollout.sglang.client import remove_leftovers
 from quadriga.rollout.sglang.options import TESTED_VERSION
 
 SAMPLING = SamplingParams(max_new_tokens=3, eos_token_ids=(2,), pad_token_id=0)
@@ -237,16 +238,22 @@ def test_close_ends_a_call_that_waits(start):
             waiting.result(60)
 
 
-def test_shared_memory_of_killed_processes_is_removed(start, tmp_path):
-    folder = Path("/dev/shm")
-    if not folder.is_dir():
+@pytest.mark.parametrize("closed", [True, False])
+def test_what_killed_processes_leave_is_removed(start, tmp_path, closed):
+    """By the rank, or by the next start if the rank was killed with them."""
+    shm = Path("/dev/shm")
+    if not shm.is_dir():
         pytest.skip("this system has no /dev/shm")
-    engine = start(faults={"shared memory": str(tmp_path / "semaphore")})
-    name = folder / f"sglang_loads_{engine._transport._process.pid}"
-    semaphore = Path((tmp_path / "semaphore").read_text())
-    assert name.exists() and semaphore.exists()
-    engine.close()
-    assert not name.exists() and not semaphore.exists()
+    other, engine = start(), start(faults={"shared memory": str(tmp_path / "names")})
+    left = [shm / name for name in (tmp_path / "names").read_text().split()]
+    left.append(engine._transport.folder)
+    remove_leftovers()
+    assert [path.exists() for path in left] == [True] * 3
+    os.killpg(engine._transport._process.pid, signal.SIGKILL)
+    engine._transport._process.wait()
+    engine.close() if closed else remove_leftovers()
+    assert [path.exists() for path in left] == [False] * 3
+    assert generate(other).response_mask.any()
 
 
 def test_a_late_answer_is_a_typed_error(start):
@@ -259,7 +266,8 @@ def test_a_late_answer_is_a_typed_error(start):
 
 def test_a_start_that_fails_names_the_log(start):
     before = children()
-    with pytest.raises(RolloutDiedError, match="CUDA out of memory"):
+    log = "RuntimeError: CUDA out of memory; the last lines of its log: a warning"
+    with pytest.raises(RolloutDiedError, match=log):
         start(faults={"start": True})
     assert gone(children() - before)
 

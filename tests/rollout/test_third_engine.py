@@ -13,6 +13,7 @@ from quadriga.errors import ConfigError, RolloutAbilityError, UnknownNameError
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import ROLLOUTS, Rollout, build_rollout, register_rollout, rollout_of
 from quadriga.testing import check_rollout
+from quadriga.trainer.checks.settings import check_train_settings
 from quadriga.trainer.main import run_training
 
 ENGINE = Path(__file__).with_name("third_engine.py")
@@ -60,6 +61,10 @@ def test_what_the_class_declares_is_checked_before_the_start():
     third.check_sampling(SamplingConfig(temperature=0.5))
     with pytest.raises(RolloutAbilityError, match="'third' cannot apply top_k=5"):
         third.check_sampling(SamplingConfig(top_k=5))
+    settings = "model.path=m", "rollout.name=third", "rollout.replay_routes=true"
+    replays = load_config(TrainConfig, [f"actor_rollout_ref.{setting}" for setting in settings])
+    with pytest.raises(ConfigError, match=r"replay_routes=true is not built for .*name=third"):
+        check_train_settings(replays)
     with pytest.raises(ConfigError, match="'third' has no options"):
         rollout_of(RolloutEngineConfig(name="third", options={"speed": 1})).check(None)
     with pytest.raises(UnknownNameError, match="did you mean 'third'"):

@@ -11,7 +11,13 @@ import torch
 from transformers import HrmTextConfig, LlamaConfig
 
 from quadriga.config.loading import load_config
-from quadriga.config.schema import ModelConfig, RolloutEngineConfig, SamplingConfig, TrainConfig
+from quadriga.config.schema import (
+    ModelConfig,
+    RolloutConfig,
+    RolloutEngineConfig,
+    SamplingConfig,
+    TrainConfig,
+)
 from quadriga.errors import (
     ConfigError,
     ModelError,
@@ -169,6 +175,9 @@ def test_a_model_without_a_way_back_to_its_files_is_refused_before_the_start(tmp
     with pytest.raises(ModelError, match=r"have 24 elements, and vLLM computes 32, 64, .*CPU"):
         vllm().check_model(ModelConfig(path=str(tmp_path)), "cpu")
     vllm().check_model(ModelConfig(path=str(tmp_path)), "cuda")
+    replays = options.VLLM(RolloutConfig(name="vllm", replay_routes=True))
+    with pytest.raises(ConfigError, match=r"enforce_eager.*must be true for .*replay_routes=true"):
+        replays.check_model(ModelConfig(path=str(tmp_path)), "cuda")
 
 
 def _set_threads():

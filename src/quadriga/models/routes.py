@@ -14,6 +14,7 @@ Shapes: N tokens in the order in which the model computes them, L layers with ex
 a token, E experts of a layer.
 """
 
+import re
 from functools import partial
 from typing import Any
 
@@ -51,6 +52,7 @@ class Routers(TorchFunctionMode):
 
     Attributes:
         layers: L; 0 of a dense model, and of an architecture of `CHOOSE_OTHERWISE`.
+        decoder_layers: the number of the decoder layer that each of them is in.
         experts: E.
         dtype: the smallest integer type of expert numbers and `UNKNOWN`.
     """
@@ -59,12 +61,13 @@ class Routers(TorchFunctionMode):
         super().__init__()
         self._name = f"{type(model).__name__} (model_type {model.config.model_type!r})"
         refused = model.config.model_type in CHOOSE_OTHERWISE
-        children = [(m, getattr(m, "experts", None)) for m in (() if refused else model.modules())]
-        found = [(m, experts) for m, experts in children if isinstance(experts, nn.Module)]
+        named = () if refused else model.named_modules()
+        found = [(n, m) for n, m in named if isinstance(getattr(m, "experts", None), nn.Module)]
         self.layers, sizes = len(found), [0]
-        for number, (layer, experts) in enumerate(found):
+        self.decoder_layers = [int(re.findall(r"\.(\d+)\.", name)[0]) for name, _ in found]
+        for number, (_, layer) in enumerate(found):
             layer.forward = partial(self._compute, number, layer.forward)
-            sizes += [p.shape[0] for p in experts.parameters() if p.dim() == 3]
+            sizes += [p.shape[0] for p in layer.experts.parameters() if p.dim() == 3]
         self.experts = max(sizes)
         self.dtype = torch.int8 if self.experts - 1 <= torch.iinfo(torch.int8).max else torch.int16
         self._follows, self._layer = False, 0
@@ -94,6 +97,11 @@ class Routers(TorchFunctionMode):
         """
         self.check(len(self._chosen))
         return torch.stack([self._chosen[number] for number in range(self.layers)], 1)
+
+    def of_decoder_layers(self, found: Tensor) -> Tensor:
+        """Return the experts of the layers that have some, [N, L, K] of `dtype`, from those that a
+        rollout engine gives for all decoder layers, [N, decoder layers, K]."""
+        return found[:, self.decoder_layers].to(self.dtype)
 
     def __torch_function__(
         self, function: Any, types: object, args: Any = (), kwargs: Any = None

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from quadriga.algorithms.user_files import running_user_file
-from quadriga.config.schema import RolloutEngineConfig
+from quadriga.config.schema import RolloutConfig, RolloutEngineConfig
 from quadriga.errors import ConfigError, unknown_name
 from quadriga.lazy import imported
 from quadriga.rollout.abilities import (
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
         DtypeName,
         LoraConfig,
         ModelConfig,
-        RolloutConfig,
         SamplingConfig,
     )
     from quadriga.models.limits import LongestSequence
@@ -103,6 +102,11 @@ class Rollout:
             continues=self.continues,
             file_names=self.file_names,
         )
+
+    @property
+    def records_routes(self) -> bool:
+        """The engine is to say which experts compute each token."""
+        return isinstance(self.settings, RolloutConfig) and self.settings.replay_routes
 
     @property
     def ranks_of_copy(self) -> int:

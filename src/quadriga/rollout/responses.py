@@ -13,25 +13,39 @@ from transformers import PreTrainedTokenizerBase
 
 from quadriga.config.schema import ModelConfig
 from quadriga.models.loading import tokenizer_of
+from quadriga.models.routes import UNKNOWN
 from quadriga.rollout.base import Continued, FinishReason, RolloutOutput, SamplingParams
 
 
 @dataclass(frozen=True)
 class Response:
-    """One response: its tokens, their log-probabilities in nats, and why it ended."""
+    """One response: its tokens, their log-probabilities in nats, and why it ended.
+
+    Attributes:
+        routes: [tokens of prompt and response − 1 or more, layers, K], the experts of each token;
+            None: they are not recorded.
+    """
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
     reason: FinishReason
+    routes: Tensor | None = None
 
 
 def padded_output(
-    responses: Sequence[Response], sampling: SamplingParams, version: int, begun: Continued
+    responses: Sequence[Response],
+    sampling: SamplingParams,
+    version: int,
+    begun: Continued,
+    prompt_mask: Tensor,
 ) -> RolloutOutput:
     """Return the responses, padded to the most new tokens, as sampled by weights of one version.
 
     The log-probabilities are those of the responses, but 0 for "sampled" ones of greedy responses:
     the most likely token is drawn with probability 1.
+
+    Args:
+        prompt_mask: [B, P], where the prompts have a token.
     """
     count, width = len(responses), begun.at_most
     ids = torch.full((count, width), sampling.pad_token_id, dtype=torch.int64)
@@ -46,7 +60,22 @@ def padded_output(
             log_probs[row, :length] = torch.tensor(response.log_probs)
     reasons = with_pauses([each.reason for each in responses], mask, sampling, begun)
     versions = torch.full((count,), version, dtype=torch.int64)
-    return RolloutOutput(ids, mask, log_probs, reasons, versions)
+    known = torch.cat([prompt_mask.cpu(), mask], 1)
+    routed = _placed([each.routes for each in responses], known)
+    return RolloutOutput(ids, mask, log_probs, reasons, versions, routed)
+
+
+def _placed(routes: Sequence[Tensor | None], known: Tensor) -> Tensor | None:
+    """Return the experts of the tokens at their columns of `known` [B, P + R], but for the last
+    token of each row, which was not computed."""
+    placed: Tensor | None = None
+    for row, found in enumerate(routes):
+        if found is not None:
+            if placed is None:
+                placed = found.new_full((*known.shape, *found.shape[1:]), UNKNOWN)
+            columns = known[row].nonzero()[:-1, 0]
+            placed[row, columns] = found[: len(columns)]
+    return placed
 
 
 def with_pauses(

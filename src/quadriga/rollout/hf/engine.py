@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from quadriga.config.schema import ModelConfig, RolloutConfig
+from quadriga.config.schema import ModelConfig
 from quadriga.models.architectures import architecture_of, is_listed
 from quadriga.models.images import MultiModalRows, check_images, image_tokens_of
 from quadriga.models.limits import context_window
@@ -71,8 +71,7 @@ class HFRollout(RolloutEngine):
         self.module.requires_grad_(False)
         config = self.module.config
         self.prompts = architecture_of(config).prompts
-        policy = rollout.settings if isinstance(rollout.settings, RolloutConfig) else None
-        routers = Routers(self.module) if policy and policy.replay_routes else None
+        routers = Routers(self.module) if rollout.records_routes else None
         self._cached = CachedModel(self.module, self.device, routers)
         self._kept: list[KeptRows] = []
         """Rows that are to go on, the oldest first. An update of the weights clears it, so that no

@@ -6,10 +6,12 @@ paths and bodies of SGLang's HTTP server. Any thread may call; calls run side by
 
 import base64
 import contextlib
+import fcntl
 import http.client
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,7 @@ from quadriga.errors import (
 )
 from quadriga.models.folder import local_folder
 from quadriga.parallel.distributed import gloo_on_loopback, rank
-from quadriga.rollout.sglang.host import Json, end_group
+from quadriga.rollout.sglang.host import Json, end_group, remove
 from quadriga.rollout.sglang.options import CPU_TOKENS, MEM_FRACTION_STATIC, SGLangOptions
 from quadriga.rollout.sglang.weights import READBACK
 
@@ -47,8 +49,11 @@ NAME = "sglang"
 Body = Mapping[str, Json]
 ErrorT = TypeVar("ErrorT", bound=RolloutError)
 
+_PREFIX = "quadriga-sglang-"
 _HOST = "quadriga.rollout.sglang.host"
 _MAX_DETAIL = 2000
+_CAUSE = re.compile(r"[\w.]+(Error|Exception)(:|$)")
+"""The last line of a traceback, behind which SGLang still writes."""
 _LOG_LINES, _LOG_BYTES, _LINE_LENGTH = 12, 1 << 16, 300
 _END_S = 10.0  # SIGKILL ends the processes at once, unless the system is very slow
 _OF_THE_RANK = frozenset(
@@ -91,7 +96,10 @@ class HostTransport:
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THE_RANK}
         environment |= {"TMPDIR": str(folder), **variables}
         ours, theirs = Pipe()
-        with theirs, open(folder / "log", "wb") as log:
+        with theirs, open(folder / "log.new", "wb") as log:
+            # All processes below inherit the lock, so it is free when the last of them has ended.
+            fcntl.flock(log, fcntl.LOCK_EX)
+            (folder / "log.new").rename(folder / "log")
             self._process = subprocess.Popen(
                 [python, "-P", "-m", _HOST, str(theirs.fileno()), str(folder)],
                 stdin=subprocess.DEVNULL,
@@ -153,8 +161,10 @@ class HostTransport:
         except OSError:
             return "its log is gone"
         lines = [line.strip()[:_LINE_LENGTH] for line in printable(text).splitlines()]
-        lines = [line for line in lines if line][-_LOG_LINES:]
-        return f"the last lines of its log: {' | '.join(lines)}" if lines else "its log is empty"
+        lines = [line for line in lines if line]
+        cause = next((f"{line}; " for line in reversed(lines) if _CAUSE.match(line)), "")
+        last = f"{cause}the last lines of its log: {' | '.join(lines[-_LOG_LINES:])}"
+        return last if lines else "its log is empty"
 
 
 class _Answers:
@@ -200,6 +210,15 @@ def _end(process: subprocess.Popen[bytes], outbox: _Outbox, folder: Path) -> Non
     outbox.put(None)
     end_group(process.pid, str(folder))
     process.wait(_END_S)
+    remove(str(folder))  # also what was written until then
+
+
+def remove_leftovers() -> None:
+    """Remove what an SGLang has left whose processes and rank were all killed."""
+    for log in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/log"):
+        with contextlib.suppress(OSError), open(log, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove(str(log.parent))
 
 
 class HTTPTransport:
@@ -296,7 +315,9 @@ def failed(kind: type[ErrorT], problem: str, **details: object) -> ErrorT:
 class Launch:
     """What is needed to start SGLang.
 
-    `releasable`: its memory can be released on a GPU.
+    Attributes:
+        releasable: its memory can be released on a GPU.
+        routes: it is to say which experts compute each token.
     """
 
     model: ModelConfig
@@ -305,6 +326,7 @@ class Launch:
     dtype: torch.dtype
     window: int | None
     releasable: bool = True
+    routes: bool = False
 
     def start(self) -> Transport:
         """Start SGLang, or connect to it, and wait until it is ready.
@@ -317,14 +339,16 @@ class Launch:
             return HTTPTransport(self.options.url, self.options.api_key)
         if self.device.type == "cuda":
             self._check_devices(torch.cuda.device_count())
-        folder = Path(tempfile.mkdtemp(prefix="quadriga-sglang-"))
-        settings: Json = {"device": self.device.type, "args": self._arguments(folder)}
-        python = self.options.python or sys.executable
-        host = HostTransport(python, folder, self._variables(folder), settings)
+        remove_leftovers()
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        host = None
         try:
+            settings: Json = {"device": self.device.type, "args": self._arguments(folder)}
+            python = self.options.python or sys.executable
+            host = HostTransport(python, folder, self._variables(folder), settings)
             host.wait_until_ready(self.options.start_timeout_s)
         except BaseException:
-            host.close()
+            remove(str(folder)) if host is None else host.close()
             raise
         return host
 
@@ -373,6 +397,7 @@ class Launch:
             "weight_version": "-1",
             "custom_weight_loader": [READBACK],
             "log_level": "error",
+            "enable_return_routed_experts": self.routes,
         }
         if self.window is not None:
             arguments["context_length"] = self.window + _SPARE_TOKENS

@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,7 +24,8 @@ from quadriga.errors import (
 from quadriga.models.folder import local_folder
 from quadriga.models.images import MultiModalRows
 from quadriga.models.limits import context_window
-from quadriga.models.loading import load_causal_lm, read_config
+from quadriga.models.loading import load_causal_lm, model_without_weights, read_config
+from quadriga.models.routes import Routers
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import local_device, rank
 from quadriga.rollout.base import (
@@ -79,10 +80,14 @@ class SGLangRollout(RolloutEngine):
         found, place = context_window(config), local_device(device)
         dtype = compute_dtype(rollout.settings.dtype, place)
         window = found.tokens if found else None
-        launch = Launch(model, self._options, place, dtype, window, releasable)
+        launch = Launch(
+            model, self._options, place, dtype, window, releasable, rollout.records_routes
+        )
         # An SGLang that runs already may be able to, whatever this engine was built for.
         self._releasable = releasable or place.type == "cpu" or self._options.url is not None
         self._shapes = model_shapes(model)
+        self._routers = Routers(model_without_weights(model)) if rollout.records_routes else None
+        self._decoder_layers: int = config.get_text_config().num_hidden_layers
         rows = rollout.settings.micro_batch_size
         self._request_rows = min(self._options.request_rows, rows)
         self._at_once = min(rows // self._request_rows, _MOST_THREADS)
@@ -138,10 +143,20 @@ class SGLangRollout(RolloutEngine):
 
         def body(rows: range) -> Body:
             part = slice(rows.start, rows.stop)
-            return generate_body(prompts[part], own[part], sampling)
+            body = generate_body(prompts[part], own[part], sampling)
+            return body if self._routers is None else {**body, "return_routed_experts": True}
 
         read = partial(read_sample, sampling=sampling, limits=limits)
-        samples = self._run(len(prompts), body, read)
+
+        def read_row(entry: _Entry, row: int) -> Response:
+            sample = read(entry, row)
+            if self._routers is None:
+                return sample
+            tokens = len(prompts[row]) + len(sample.tokens) - 1
+            layers = read_routes(entry, row, tokens, self._decoder_layers)
+            return replace(sample, routes=self._routers.of_decoder_layers(layers))
+
+        samples = self._run(len(prompts), body, read_row)
         stops = stop_strings_of(self._model, sampling.stop_strings)
         if stops is not None:
             # SGLang has no tokenizer here, so it samples on behind a stop string. The tokens up
@@ -151,8 +166,9 @@ class SGLangRollout(RolloutEngine):
                 whole = stops.completed_at([*before, *sample.tokens], len(before) + 1)
                 if whole is not None:
                     end = whole - len(before)
-                    samples[row] = Response(sample.tokens[:end], sample.log_probs[:end], "stop")
-        return padded_output(samples, sampling, version, begun)
+                    tokens, log_probs = sample.tokens[:end], sample.log_probs[:end]
+                    samples[row] = Response(tokens, log_probs, "stop", sample.routes)
+        return padded_output(samples, sampling, version, begun, attention_mask)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")
@@ -408,6 +424,19 @@ def read_sample(
     raise _fault(row, "finish reason", f"{reason!r} after {len(ids)} tokens")
 
 
+def read_routes(entry: _Entry, row: int, tokens: int, layers: int) -> Tensor:
+    """Return the experts of each token of a row that was computed, [tokens, decoder layers, K]."""
+    text = entry["meta_info"].get("routed_experts")
+    if text is None:
+        problem = "none; start the server with --enable-return-routed-experts"
+        raise _fault(row, "experts of its tokens", problem)
+    numbers = torch.frombuffer(bytearray(b64decode(text)), dtype=torch.int32)
+    if len(numbers) == 0 or len(numbers) % (tokens * layers):
+        problem = f"{len(numbers)} numbers for {tokens} tokens and {layers} layers"
+        raise _fault(row, "experts of its tokens", problem)
+    return numbers.view(tokens, layers, -1)
+
+
 def read_scores(entry: _Entry, row: int, length: int) -> list[float]:
     """Return the log-probabilities of a row of an answer to `score_body`: 0 at the first token."""
     behind = entry["meta_info"]["input_token_logprobs"][1:]  # the first has none
@@ -500,11 +529,13 @@ def check_numbers(
     with torch.inference_mode():
         log_probs = reference(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
     expected = log_probs.gather(-1, ids[0, 1:, None])[:, 0]
-    differences = (found - expected).abs()
-    worst = float(differences.max())
-    if worst <= _TOLERANCE.get(dtype, _TOLERANCE_16_BIT):
+    differences = (found - expected).abs()[-_TOKENS:]
+    # In 16 bits, rounding can give a few tokens other experts.
+    share = 1.0 if dtype == torch.float32 else 0.9
+    if differences.quantile(share) <= _TOLERANCE.get(dtype, _TOLERANCE_16_BIT):
         return
-    token = int(differences.argmax()) + 1
+    worst = float(differences.max())
+    token = tokens - len(differences) + int(differences.argmax())
     window = sliding_window(config)
     hint = f" (its layers have a window of {window} tokens)" if window else ""
     raise ModelError(

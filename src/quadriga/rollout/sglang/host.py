@@ -12,14 +12,18 @@ This module imports SGLang only within functions.
 import asyncio
 import contextlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from multiprocessing import shared_memory
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -41,11 +45,12 @@ def main() -> None:
     rank = Connection(int(number))
     settings: dict[str, Any] = json.loads(rank.recv_bytes())
     arguments = settings["args"]
+    name_shared_memory(folder)
     from sglang.srt.entrypoints.engine import Engine
 
-    if settings["device"] == "cpu" and arguments["enable_deterministic_inference"]:
-        allow_seeds()
-        Engine.run_scheduler_process_func = staticmethod(run_seeded)
+    _prepare(settings["device"])
+    scheduler = partial(run_scheduler, settings["device"])
+    Engine.run_scheduler_process_func = staticmethod(scheduler)
     engine = Engine(**arguments)
     engine.loop.run_until_complete(_answer_all(rank, _handlers(engine.tokenizer_manager)))
     end_group(os.getpgrp(), folder)
@@ -58,22 +63,28 @@ def _end_with(rank: int, folder: str) -> None:
 
 
 def end_group(group: int, folder: str) -> None:
-    """Kill the processes of a group. Remove their folder, and the shared memory that they leave."""
-    shutil.rmtree(folder, ignore_errors=True)
-    # A line of "maps": "7f0a…-7f0b… rw-s 00000000 00:1b 4711 /dev/shm/sem.x4Zq1 (deleted)". A
-    # semaphore gets its name after it was mapped, so files are found by their number, 4711.
-    numbers = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):
-            if os.getpgid(int(maps.parent.name)) == group:
-                lines = maps.read_text(errors="replace").splitlines()
-                numbers |= {int(line.split()[4]) for line in lines if " /dev/shm/" in line}
-    with contextlib.suppress(OSError):
-        for path in Path("/dev/shm").iterdir():
-            if path.stat().st_ino in numbers:
-                path.unlink()
+    """Kill the processes of a group, and remove their folder and their shared memory."""
+    remove(folder)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
+
+
+def remove(folder: str) -> None:
+    """Remove the folder of processes, and what they have in /dev/shm under its name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for path in Path("/dev/shm").glob(f"*{Path(folder).name}*"):
+        path.unlink(missing_ok=True)
+
+
+def name_shared_memory(folder: str) -> None:
+    """Let semaphores and shared memory of this process and those below it have its folder's name.
+
+    So they are found when all processes were killed. The other names that Python and SGLang give
+    them do not say whose they are.
+    """
+    name = Path(folder).name
+    vars(multiprocessing.current_process())["_config"]["semprefix"] = f"/{name}"
+    vars(shared_memory).update(_SHM_NAME_PREFIX=f"/{name}_", _SHM_SAFE_NAME_LENGTH=len(name) + 16)
 
 
 async def _answer_all(rank: Connection, handlers: Mapping[str, Handler]) -> None:
@@ -162,27 +173,35 @@ def _outcome(result: object) -> Json:
     return {"success": success is not False, "message": str(getattr(result, "message", ""))}
 
 
-# Seeds on a CPU. SGLang gives each sample a seed only in its deterministic inference, which also
-# replaces kernels of the GPU and refuses to start on a CPU. Here the seeds are kept, and the
-# kernels stay, so the response of a row can still depend on the other rows by rounding.
-
-
-def allow_seeds() -> None:
-    """Let deterministic inference start with the attention of torch."""
-    from sglang.srt.arg_groups import choices
-
-    choices.add_deterministic_attention_backend_choices(["torch_native"])
-    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-
-
-def run_seeded(*arguments: Any, **named: Any) -> None:
-    """Run SGLang's scheduler without kernels of the GPU."""
-    from sglang.srt import batch_invariant_ops
+def run_scheduler(device: str, *arguments: Any, **named: Any) -> None:
+    """Run SGLang's scheduler, in a process of its own."""
+    name_shared_memory(tempfile.gettempdir())
     from sglang.srt.managers.scheduler import run_scheduler_process
 
-    allow_seeds()
-    batch_invariant_ops.enable_batch_invariant_mode = lambda: None
+    _prepare(device)
     run_scheduler_process(*arguments, **named)
+
+
+def _prepare(device: str) -> None:
+    """Change SGLang in this process: names of its shared memory, and what it cannot do on a CPU.
+
+    On a CPU, it pins the memory for the experts of tokens by CUDA. It gives each sample a seed only
+    in its deterministic inference, which also replaces kernels of the GPU and refuses to start.
+    Here the seeds are kept, and the kernels stay, so the response of a row can still depend on the
+    other rows by rounding.
+    """
+    from sglang.srt import batch_invariant_ops
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.managers import load_snapshot
+    from sglang.srt.mem_cache.pool_host import common
+
+    own = f"/dev/shm/{Path(tempfile.gettempdir()).name}"
+    load_snapshot.shm_path_for = lambda name: f"{own}_{name}"
+    if device == "cpu":
+        common._cuda_host_register = lambda *_: None
+        choices.add_deterministic_attention_backend_choices(["torch_native"])
+        choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
+        batch_invariant_ops.enable_batch_invariant_mode = lambda: None
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ _SET_BY = {
     "tp_size": f"{KEY}.tensor_parallel",
     "enable_deterministic_inference": f"{KEY}.seeds",
     "device": "trainer.device",
+    "enable_return_routed_experts": "rollout.replay_routes",
     "enable_memory_saver": "rollout.take_turns",
     "enable_weights_cpu_backup": "rollout.take_turns",
 }
@@ -140,7 +141,7 @@ class SGLang(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.sglang.engine:SGLangRollout"
-    continues = in_flight = file_names = True
+    continues = in_flight = file_names = reports_routes = True
 
     def __init__(self, settings: schema.RolloutEngineConfig) -> None:
         super().__init__(settings)

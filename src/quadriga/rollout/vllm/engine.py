@@ -43,6 +43,7 @@ from quadriga.models.adapters import Adapter, plan_adapter
 from quadriga.models.folder import local_folder
 from quadriga.models.limits import context_window
 from quadriga.models.loading import model_without_weights
+from quadriga.models.routes import Routers
 from quadriga.parallel.device import compute_dtype
 from quadriga.parallel.distributed import init_distributed, local_device, rank, world_size
 from quadriga.parallel.layouts import Box
@@ -69,6 +70,7 @@ from quadriga.rollout.vllm.options import (
     check_temperature,
     engine_window,
 )
+from quadriga.rollout.vllm.routes import RecordedRoutes
 from quadriga.rollout.vllm.weights import EngineWeights, adapter_request, load_adapter
 
 if TYPE_CHECKING:
@@ -138,6 +140,7 @@ class VLLMRollout(RolloutEngine):
         self._releasable = releasable or self.device.type == "cpu"
         changed = {type(m) for m in reference.modules() if isinstance(m, PreTrainedModel)}
         self._isolation, self._weights_awake = Isolation(changed), True
+        self._routes: RecordedRoutes | None = None
         self._model = model
         planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
         mixture = any(".experts." in name for name, _ in reference.named_parameters())
@@ -173,6 +176,9 @@ class VLLMRollout(RolloutEngine):
                     group = parallel_state.get_tp_group().device_group
                 self._weights = EngineWeights(held, reference, model.path, group, adapters)
                 self._weights.check_files(folder)
+                if rollout.records_routes:
+                    runner = self._engine.model_executor.driver_worker.model_runner
+                    self._routes = RecordedRoutes(runner, Routers(reference))
         except BaseException:
             self.close()
             raise
@@ -195,7 +201,7 @@ class VLLMRollout(RolloutEngine):
             stops = stop_strings_of(self._model, sampling.stop_strings)
             prompts = token_rows(prompt_ids, attention_mask)
             responses = self._sample(prompts, sampling, sample_seeds.tolist(), stops, begun)
-        return padded_output(responses, sampling, self.version, begun)
+        return padded_output(responses, sampling, self.version, begun, attention_mask)
 
     def score(self, ids: Tensor, attention_mask: Tensor) -> Tensor:
         self._check_generates("score")
@@ -269,7 +275,10 @@ class VLLMRollout(RolloutEngine):
                 return None
             log_probs = list(sample.logprobs.logprobs)[:end]
             stopped = end is not None or sample.finish_reason == "stop"
-            return Response(tokens[:end], log_probs, "stop" if stopped else "length")
+            routes = None
+            if self._routes is not None:
+                routes = self._routes.of(output.request_id, len(prompts[row]) + len(tokens) - 1)
+            return Response(tokens[:end], log_probs, "stop" if stopped else "length", routes)
 
         return self._run(prompts, requests, read)
 

@@ -46,6 +46,7 @@ OWN_ARGUMENTS = frozenset(
         "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
         "enforce_eager", "enable_prefix_caching", "enable_chunked_prefill", "enable_sleep_mode",
         "logprobs_mode", "quantization", "enable_lora", "async_scheduling", "load_format",
+        "enable_return_routed_experts",
     }
 )  # fmt: skip
 """Arguments of vLLM's engine that other settings decide."""
@@ -94,7 +95,7 @@ class VLLM(Rollout):
     """See `Rollout`."""
 
     engine = "quadriga.rollout.vllm.engine:VLLMRollout"
-    continues = in_flight = file_names = True
+    continues = in_flight = file_names = reports_routes = True
 
     def __init__(self, settings: schema.RolloutEngineConfig) -> None:
         super().__init__(settings)
@@ -144,6 +145,13 @@ class VLLM(Rollout):
         config = read_config(folder, trust_remote_code=model.trust_remote_code).get_text_config()
         size = getattr(config, "head_dim", None)
         size = size or config.hidden_size // config.num_attention_heads
+        eager = self.options.enforce_eager
+        if self.records_routes and not (device_type == "cpu" if eager is None else eager):
+            raise _wrong(
+                "enforce_eager",
+                f"must be true for {ROLLOUT_KEY}.replay_routes=true: CUDA graphs leave out what "
+                "records the experts of a token",
+            )
         latent = getattr(config, "kv_lora_rank", None)  # with heads of other sizes
         if device_type == "cpu" and size not in HEAD_SIZES_ON_CPU and not latent:
             raise ModelError(
