@@ -135,7 +135,9 @@ def recorded(folder: Path, costs: Costs, lengths: Counts) -> MeasuredRun:
         } | {f"time/{name}": span.end - span.start for name, span in (
             ("rollout", wait), ("update_actor", update), ("sync_weights", sync))})  # fmt: skip
         sample = {"step": step + 1, "split": "train", "prompt": "", "response": "", "reward": 0.0}
-        samples += [sample | {"response_tokens": int(length)} for length in own]
+        for number, group in enumerate(own.reshape(-1, lengths.shape[1])):
+            named = sample | {"group": f"{step + 1}-0-{number}"}
+            samples += [named | {"response_tokens": int(length)} for length in group]
     folder.mkdir()
     (folder / "config.yaml").write_text(to_yaml(config))
     for name, found in (("metrics", rows), ("samples", samples)):
@@ -164,7 +166,8 @@ def scaled_costs() -> Costs:
 
 def long_responses(shares: tuple[float, ...], steps: int) -> dict[str, object]:
     """In turns against apart at staleness 2, by the share of responses at the limit: with the times
-    as they are, and with those that `plan --async` finds in the record of a synchronous run.
+    as they are, and with those that `plan --async` finds in the record of a synchronous run. Both
+    have the lengths that the plan reads or draws.
     """
     rng, costs = np.random.default_rng(0), scaled_costs()
     ratios: dict[str, object] = {}
@@ -173,7 +176,9 @@ def long_responses(shares: tuple[float, ...], steps: int) -> dict[str, object]:
         lengths[rng.random(lengths.shape) < share] = LIMIT
         with tempfile.TemporaryDirectory() as folder:
             run = recorded(Path(folder) / "run", costs, lengths)
-            exact, plan = (apart_over_in_turns(r, 2) for r in (run, read_run(Path(folder) / "run")))
+            read = read_run(Path(folder) / "run")
+            runs = replace(run, lengths=read.lengths), read
+            exact, plan = (apart_over_in_turns(each, 2) for each in runs)
         best = max(exact, key=lambda copies: exact[copies] if copies else 0.0)
         of_plan = max(rate for copies, rate in plan.items() if copies)
         ratios[str(share)] = {

@@ -134,7 +134,7 @@ def test_a_streamed_run_is_measured_by_its_calls(staleness, placed, tmp_path):
 def test_the_plan_agrees_with_the_simulation_by_the_share_of_long_responses(share, steps):
     """In turns against apart: from the record of a synchronous run, as with its times known."""
     found = long_responses((share,), steps)[str(share)]
-    assert found["by_the_plan"] == pytest.approx(found["apart_over_in_turns"], rel=0.1)
+    assert found["by_the_plan"] == pytest.approx(found["apart_over_in_turns"], rel=0.02)
 
 
 MISSING = object()

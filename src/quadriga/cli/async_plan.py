@@ -4,12 +4,13 @@
     Costs, lengths ──► Simulation of each division ──► table
 
 Training on fewer ranks is taken to be slower in proportion. What a decoding step takes for itself,
-and what more for each row, is fitted to the steps of a run with `trainer.max_staleness=0`, and else
-to its calls.
+and what more for each row and for each token that the rows attend to, is fitted to the steps of a
+run with `trainer.max_staleness=0`, and else to its calls.
 """
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +23,10 @@ from quadriga.config.role_ranks import role_ranks
 from quadriga.config.schema import TrainConfig
 from quadriga.errors import ConfigError
 from quadriga.files import replacing
-from quadriga.observability.jsonl import read_metrics, read_samples
+from quadriga.observability.jsonl import Sample, read_metrics, read_samples
 from quadriga.observability.run_folder import RunFolder
 from quadriga.rollout import rollout_of
-from quadriga.streams.simulation import Costs, Division, Simulation, Timeline
+from quadriga.streams.simulation import Costs, Division, Simulation, Timeline, attended, fit_costs
 from quadriga.streams.timeline import (
     Counts,
     RecordedStream,
@@ -90,7 +91,8 @@ def read_run(path: Path) -> MeasuredRun:
     if folder.config.is_file() and folder.metrics.is_file():
         config = load_train_config((), folder.config)
         rows = [row for row in read_metrics(folder.metrics) if all(name in row for name in _NEEDED)]
-        samples = read_samples(folder.samples) if folder.samples.is_file() else []
+        samples = [*read_samples(folder.samples)] if folder.samples.is_file() else []
+        samples.sort(key=_place)  # the ranks that train may have them in another order
         found = [s.response_tokens for s in samples if s.split == "train" and s.response_tokens]
         if config.trainer.max_staleness and folder.stream.is_file():
             stream = read_stream(folder.stream)
@@ -105,6 +107,11 @@ def read_run(path: Path) -> MeasuredRun:
     if config is None or problem:
         raise ConfigError(f"plan --async: {path} {problem}", key="--async")
     return _measured(folder.config, config, rows[1:], np.array(found), stream)
+
+
+def _place(sample: Sample) -> tuple[int, ...]:
+    """Return the place of a response in generation: `group` is "step-draw-number"."""
+    return sample.step, *map(int, re.findall(r"\d+", sample.group or ""))
 
 
 def _measured(
@@ -138,16 +145,18 @@ def _measured(
     # the rows without an advantage.
     updated = of["batch/tokens"] * (1 - of[dead] * StepPlan.of(config).advantages_before_passes)
     prefill = of["time/update_actor"].sum() / max(updated.sum(), 1) * division.trainers / 3
-    # Seconds of a step = decode × its longest response + decode_row × its tokens. Where the steps
-    # differ too little to tell the two apart, both take an equal part.
     decoding = np.maximum(generated - prefill * prompts / division.copies, generated / 2)
-    parts = np.stack([longest, sampled / division.copies], axis=1)
-    weights = np.linalg.lstsq(parts / parts.mean(0), decoding, rcond=0.03)[0].clip(min=0.0)
-    decode, row = weights / weights.sum() * decoding.mean() / parts.mean(0)
-    sync = of["time/sync_weights"].mean()
-    costs = Costs(decode, row, prefill=prefill, train=train, sync=sync)
     whole = found[groups * n :]
-    if len(whole) == len(rows) * groups * n:  # the samples have all responses of the run
+    is_whole = len(whole) == len(rows) * groups * n  # the samples have all responses of the run
+    # Else the rows of a copy are not known: each has the longest response and its share of tokens.
+    of_copies = [(longest, sampled / division.copies, np.zeros(len(rows)))]
+    if is_whole:
+        split = np.array_split(whole.reshape(len(rows), -1), division.copies, axis=1)
+        of_copies = [(own.max(1), own.sum(1), attended(own, prompt).sum(1)) for own in split]
+    decode, row, context = fit_costs(np.array(of_copies).transpose(2, 0, 1), decoding)
+    sync = of["time/sync_weights"].mean()
+    costs = Costs(decode, row, context, prefill=prefill, train=train, sync=sync)
+    if is_whole:
         every = np.resize(whole, (steps * groups, n))
         return MeasuredRun(file, config, costs, every, prompt, seconds)
     # Each simulated step has the longest response and the tokens of a step of the run.

@@ -27,6 +27,9 @@ from quadriga.streams.staleness import StalenessBound
 from quadriga.streams.timeline import Counts, RecordedCall, Span
 from quadriga.workers.method_fields import BEGUN_RESPONSES
 
+_FIT_ROUNDS, _FIT_RCOND = 20, 0.01
+"""Parts of the work that differ too little between the calls to be told apart take equal parts."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -60,10 +63,9 @@ class Costs:
             contexts: tokens of each row before.
             computed: tokens of each row before, if the call has to compute them.
         """
-        attended = tokens * contexts + tokens * (tokens - 1) // 2
         seconds = self.call + self.decode * tokens.max() + self.decode_row * tokens.sum()
-        more = self.decode_context * attended.sum() + self.prefill * computed.sum()
-        return float(seconds + more)
+        seconds += self.decode_context * attended(tokens, contexts).sum()
+        return float(seconds + self.prefill * computed.sum())
 
     @classmethod
     def of_calls(cls, calls: Sequence[RecordedCall], prompt_tokens: int, copies: int) -> Costs:
@@ -73,20 +75,43 @@ class Costs:
             copies: of the weights that share the rows of a call, which ends with the slowest one.
         """
 
-        def parts_of(call: RecordedCall) -> list[tuple[int, int, int, int]]:
+        def parts_of(call: RecordedCall) -> list[Sequence[float]]:
             anew = (call.before == 0) | call.synced
-            parts = np.stack([call.tokens, (call.before + prompt_tokens) * anew])
-            own = np.array_split(parts, copies, axis=1)
-            return [(1, tokens.max(initial=0), tokens.sum(), anew.sum()) for tokens, anew in own]
+            contexts = call.before + prompt_tokens
+            parts = call.tokens, attended(call.tokens, contexts), contexts * anew
+            split = np.array_split(np.stack(parts), copies, axis=1)
+            return [
+                (1, own.max(initial=0), own.sum(), of.sum(), new.sum()) for own, of, new in split
+            ]
 
-        parts = np.array(list(map(parts_of, calls)), dtype=float)  # [call, copy, part]
-        seconds, scale = np.array([call.seconds for call in calls]), parts.max((0, 1)).clip(1e-9)
-        fitted, parts = np.full(4, seconds.mean() / 4), parts / scale
-        for _ in range(3000):  # multiplicative updates: no factor becomes negative
-            slowest = parts[np.arange(len(calls)), (parts @ fitted).argmax(1)]
-            fitted *= slowest.T @ seconds / (slowest.T @ (slowest @ fitted)).clip(1e-12)
-        call, decode, row, prefill = (fitted / scale).tolist()
-        return cls(decode, row, prefill=prefill, call=call)
+        parts = np.array(list(map(parts_of, calls)), dtype=float)
+        seconds = np.array([call.seconds for call in calls])
+        call, decode, row, context, prefill = fit_costs(parts, seconds)
+        return cls(decode, row, context, prefill, call)
+
+
+def attended(tokens: Counts, contexts: Counts | int) -> Counts:
+    """Return how many tokens each row attends to while it decodes `tokens` behind `contexts`."""
+    return tokens * contexts + tokens * (tokens - 1) // 2
+
+
+def fit_costs(parts: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) -> list[float]:
+    """Return the seconds of one unit of each part of the work, none negative.
+
+    Args:
+        parts: [calls, copies, parts], units of the work of each copy. A call ends with the slowest.
+        seconds: [calls].
+    """
+    scale = parts.mean((0, 1)).clip(1e-9)
+    parts, fitted = parts / scale, np.ones(len(scale))
+    for _ in range(_FIT_ROUNDS):
+        slowest = parts[np.arange(len(seconds)), (parts @ fitted).argmax(1)]
+        used = np.arange(len(scale))
+        while (found := np.linalg.lstsq(slowest[:, used], seconds, _FIT_RCOND)[0]).min() < 0:
+            used = np.delete(used, found.argmin())
+        fitted = np.zeros(len(scale))
+        fitted[used] = found
+    return cast("list[float]", (fitted / scale).tolist())
 
 
 @dataclass(frozen=True)
