@@ -90,7 +90,6 @@ def published(median: float, steps: int) -> tuple[dict[str, object], dict[str, T
     low, high = generation(4e-3), generation(5e-3)
     costs = Costs(4e-3 + 1e-3 * (GENERATION - low) / (high - low), train=train, **FIXED)
     half = replace(costs, train=UPDATE_APART * (RANKS // 2) / tokens)
-    kept = replace(half, prefill=0.0)
     runs = {"synchronous": synchronous(costs.decode)}
     runs["synchronous, half each"] = Simulation(apart(RANKS // 2, 0), half, lengths).run()
     for staleness in (1, 2, 4):
@@ -98,7 +97,10 @@ def published(median: float, steps: int) -> tuple[dict[str, object], dict[str, T
         runs[name] = Simulation(division, half, lengths).run()
     more = apart(RANKS // 2 + 1, 2)
     runs["staleness 2, 5 ranks generate"] = Simulation(more, half, lengths).run()
-    runs["staleness 2, keys kept"] = Simulation(apart(RANKS // 2, 2), kept, lengths).run()
+    for staleness in (2, 4):
+        keeps = replace(apart(RANKS // 2, staleness), resets_caches=False)
+        name = f"staleness {staleness}, reset_caches=false"
+        runs[name] = Simulation(keeps, half, lengths).run()
     runs["staleness 2, training as on all ranks"] = Simulation(
         apart(RANKS // 2, 2), costs, lengths
     ).run()

@@ -119,7 +119,8 @@ def check_prefix_cache(
     engine: RolloutEngine, weights: dict[str, Tensor], cached: list[int], page: int
 ) -> None:
     """Check that a slice computes its earlier tokens again only in the page of the last one, or
-    after an update. `cached` receives for each request how many tokens were not computed."""
+    after an update, unless caches are kept. `cached` receives for each request how many tokens were
+    not computed."""
     sampling = replace(GREEDY, eos_token_ids=())
     for version in (5, 6):
         engine.update_weights(weights.items(), version)
@@ -132,3 +133,12 @@ def check_prefix_cache(
             mask = torch.cat([mask, out.response_mask], 1)
         assert cached[:2] == [0, 0]
         assert sorted(cached[2:]) == [tokens // page * page for tokens in (43, 73)]
+    engine._resets_caches, began = False, torch.full((2,), 7)
+    for version, sampled in ((7, 0), (8, 8), (8, 0)):  # new ones, their next slice, the same again
+        engine.update_weights(weights.items(), version)
+        cached.clear()
+        begun = Continued(torch.full((2,), sampled), 4, began=began if sampled else None)
+        out = engine.generate(ids, mask, sampling, seeds, continued=begun)
+        found = [tokens // page * page for tokens in (47, 77)] if sampled else [0, 0]
+        assert sorted(cached) == found
+    engine._resets_caches = True

@@ -3,6 +3,9 @@
 `tests/architectures` compares the numbers for every architecture.
 """
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
@@ -85,6 +88,34 @@ def test_what_is_not_kept_is_computed_again(engine, event):
         engine.computed = before
 
     assert run(engine, 5, 8, forget) == (again, many)
+
+
+def test_rows_go_on_with_keys_and_values_of_earlier_weights(engine, monkeypatch):
+    """With `rollout.reset_caches=false`. A new response is of the new weights alone."""
+    monkeypatch.setattr(engine, "_resets_caches", False)
+    engine.computed, old, model = 0, dict(engine.weights()), copy.deepcopy(engine.module)
+    old = {name: weight.clone() for name, weight in old.items()}
+    new = {name: weight + 0.05 * torch.randn_like(weight) for name, weight in old.items()}
+    prompt = torch.tensor([[5, 6, 7]])
+    first = continue_rows(engine, prompt, [5], 0, keep=3)
+    engine.update_weights(new.items(), engine.version + 1)
+    engine.computed, row = 0, torch.cat([prompt, first.response_ids], 1)
+    again = continue_rows(engine, row, [5], 2, keep=3)
+    assert engine.computed == 2 and again.weight_versions.tolist() == [engine.version]
+    begun = continue_rows(engine, prompt, [6], 0)
+    engine.update_weights(old.items(), engine.version + 1)
+
+    def expected(cache, tokens):
+        """The log-probabilities of the last two tokens by the new weights."""
+        logits = model(input_ids=tokens[:, :-1], past_key_values=cache).logits[:, -2:]
+        return logits.log_softmax(-1).gather(-1, tokens[:, -2:, None])[..., 0]
+
+    cache = model(input_ids=row[:, :-1], use_cache=True).past_key_values
+    model.load_state_dict(new)
+    behind = torch.cat([row[:, -1:], again.response_ids], 1)
+    close = partial(torch.testing.assert_close, atol=2e-5, rtol=0)
+    close(again.rollout_log_probs[:, :2], expected(cache, behind))
+    close(begun.rollout_log_probs, expected(None, torch.cat([prompt, begun.response_ids], 1)))
 
 
 def test_a_cache_is_of_the_same_row(engine):

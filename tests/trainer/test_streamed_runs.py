@@ -164,12 +164,15 @@ def test_a_run_with_weights_in_flight_is_repeated_on_one_process(train_overrides
 
 
 IN_FLIGHT = "actor_rollout_ref.rollout.update=in_flight"
+RESETS = "actor_rollout_ref.rollout.reset_caches=false"
 REFUSED = {
     f"{IN_FLIGHT} placement.actor=[0,1] placement.rollout=[0,1]": "needs placement.rollout",
     f"{IN_FLIGHT} actor_rollout_ref.rollout.name=plain": "is not built for .*name=plain",
     "actor_rollout_ref.rollout.oversample=2.1": r"oversample=2\.1 is above .*staleness \+ 1 = 2",
     "actor_rollout_ref.rollout.oversample=0.5": r"oversample",
     "trainer.max_staleness=0 actor_rollout_ref.rollout.update=drain": r"drain needs .* above 0",
+    f"{RESETS} trainer.max_staleness=0": "reset_caches=false needs trainer.max_staleness above 0",
+    f"{RESETS} actor_rollout_ref.rollout.name=plain": "reset_caches=false is not built for",
     "placement.ref=[1]": r"max_staleness=1 needs ranks on which only the rollout runs, .* of ref",
     "trainer.replay_order=nowhere": r"replay_order=nowhere is no run folder with a stream\.jsonl",
     "trainer.snapshot_freq=1": r"snapshot_freq=1 keeps no prompts on .*staleness to 0",

@@ -77,6 +77,7 @@ def division_of(config: TrainConfig) -> Division:
         rollout.micro_batch_size if apart and staleness else None,
         math.ceil(rollout.oversample * config.data.train_batch_size - 1e-6)
         if rollout.oversample else None,
+        rollout.reset_caches,
     )  # fmt: skip
 
 
@@ -134,7 +135,9 @@ def _measured(
     seconds = generated.mean() + trained + of["time/sync_weights"].mean()
     if stream is not None:
         copies = 1 if division.apart else division.copies
-        costs = Costs.of_calls(stream.calls[1:], prompt, copies)
+        resets = config.actor_rollout_ref.rollout.reset_caches
+        calls = [call._replace(synced=call.synced and resets) for call in stream.calls[1:]]
+        costs = Costs.of_calls(calls, prompt, copies)
         # Without the wait for the ends of calls, which the simulation has of its own.
         syncs = [span.end - span.start for span in stream.spans if span.name == "sync"]
         costs = replace(costs, train=train, sync=float(np.mean(syncs or [0.0])))

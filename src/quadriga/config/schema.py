@@ -374,6 +374,10 @@ class RolloutConfig(RolloutEngineConfig):
     # have begun, so all tokens of a response come from the same weights; in_flight, on ranks
     # of its own: nothing, new weights are copied to other memory while the rank generates
     update: UpdateMode = "pause"
+    # with trainer.max_staleness, on ranks of its own: a weight update frees the keys and values of
+    # responses that go on, which the new weights compute again; false: responses go on with those
+    # of earlier weights (PipelineRL, arXiv 2509.19128)
+    reset_caches: bool = True
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
 
 

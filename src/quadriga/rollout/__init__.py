@@ -77,7 +77,8 @@ class Rollout:
         engine: "module:class" of the `RolloutEngine`, which is imported when it is built.
         computes_images: it generates from prompts with images.
         continues: it can pause a response and continue it later, under new weights too.
-        in_flight: its weights may be received while it generates (`rollout.update`).
+        in_flight: its weights may be received while it generates (`rollout.update`), and its caches
+            kept when they change (`rollout.reset_caches`).
         file_names: its weights have the names and shapes of the model's files, not transformers'.
         reports_routes: it can say which experts compute each token (`rollout.replay_routes`).
     """
@@ -107,6 +108,11 @@ class Rollout:
     def records_routes(self) -> bool:
         """The engine is to say which experts compute each token."""
         return isinstance(self.settings, RolloutConfig) and self.settings.replay_routes
+
+    @property
+    def resets_caches(self) -> bool:
+        """A weight update frees the keys and values of responses that go on."""
+        return not isinstance(self.settings, RolloutConfig) or self.settings.reset_caches
 
     @property
     def ranks_of_copy(self) -> int:

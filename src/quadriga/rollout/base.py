@@ -60,7 +60,7 @@ class Continued:
 
     `max_new_tokens`, `min_new_tokens` and stop strings are about the whole response. What the
     engine keeps between calls changes no result: prompt and earlier tokens are computed with the
-    weights that it has.
+    weights that it has, unless `rollout.reset_caches` is false.
 
     Attributes:
         sampled: [B] int64, how many tokens the response of each row has so far; 0 for a new one.
@@ -70,12 +70,15 @@ class Continued:
             frees all of them.
         keep_ended: these may be rows that have ended, too. A later call continues them behind more
             tokens.
+        began: [B] int64, the version of the weights that sampled the first token of each response;
+            of a new one, a version that may sample it. None: all are new.
     """
 
     sampled: Tensor
     at_most: int
     keep: int = 0
     keep_ended: bool = False
+    began: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class RolloutEngine(ABC):
     abilities: RolloutAbilities
     shares_weights: bool = False
     holds_adapters: bool = False
+    _resets_caches = True  # a weight update frees the caches of rows that go on
     _version = -1
     _state: State = "ready"
     _releasable = True
@@ -219,6 +223,17 @@ class RolloutEngine(ABC):
         right = (attention_mask.diff(dim=1) < 0).any(1)
         self._refuse(right, "is padded on the right or inside; pad prompts on the left only")
         return begun
+
+    def _caches(self, begun: Continued) -> list[str]:
+        """Return the name of the caches that each row may find, if an update keeps them; else none.
+
+        It is the version of the weights with which the response began, so that a new response finds
+        no keys and values of earlier weights.
+        """
+        if self._resets_caches:
+            return []
+        new = torch.full_like(begun.sampled, self.version)
+        return [str(version) for version in (new if begun.began is None else begun.began).tolist()]
 
     def _left(
         self, ids: Tensor, mask: Tensor, sampling: SamplingParams, continued: Continued

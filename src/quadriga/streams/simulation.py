@@ -127,6 +127,7 @@ class Division:
         slice_tokens: the most tokens of a row in one call.
         rows: the most rows that a copy has at once; None: any number.
         on_the_way: the most groups on their way; None: as many as the bound allows.
+        resets_caches: a weight sync frees the keys and values of rows that go on.
     """
 
     trainers: int
@@ -137,6 +138,7 @@ class Division:
     slice_tokens: int
     rows: int | None = None
     on_the_way: int | None = None
+    resets_caches: bool = True
 
 
 @dataclass(frozen=True)
@@ -214,7 +216,7 @@ class _SimulatedGroup:
             begun = rows.batch[fields.RESPONSES].numpy()
         tokens = np.minimum(lengths - begun, rows.meta_info["at_most"])
         contexts = begun + run.prompt_tokens
-        computed = contexts * ((begun == 0) | self.synced)
+        computed = contexts * ((begun == 0) | (self.synced and run.division.resets_caches))
         self.synced = False
         parts = [np.split(column, self.world_size) for column in (tokens, contexts, computed)]
         ends = run.now + max(map(run.costs.of_call, *parts))

@@ -409,10 +409,10 @@ class StreamedSampler:
 
     def _settings(self) -> list[int]:
         """Return the settings that a run must have to repeat the order of another one."""
-        bound = self.queue.bound
-        slice_tokens = self.config.actor_rollout_ref.rollout.slice_tokens
-        sampled = self._n, slice_tokens, self.total_steps, self.generation.response_tokens
-        return [bound.groups, bound.steps, *sampled, self.config.trainer.seed]
+        bound, rollout = self.queue.bound, self.config.actor_rollout_ref.rollout
+        sampled = self._n, rollout.slice_tokens, self.total_steps, self.generation.response_tokens
+        more = self.config.trainer.seed, int(rollout.reset_caches)
+        return [bound.groups, bound.steps, *sampled, *more]
 
     def _repeat(self, until: str) -> list[int]:
         """Make the calls of the run that is repeated, up to an event. Return its numbers."""
@@ -479,7 +479,8 @@ def _unfit(config: TrainConfig, step: int) -> ConfigError:
     return ConfigError(
         f"trainer.replay_order={config.trainer.replay_order} does not fit this run at step {step}: "
         "repeat it with its data.train_batch_size, data.max_response_length, rollout.n, "
-        "rollout.slice_tokens, trainer.max_staleness, trainer.seed and number of steps, and with "
+        "rollout.slice_tokens, trainer.max_staleness, trainer.seed and number of steps (a run with "
+        "rollout.reset_caches=false cannot be repeated), and with "
         "its model, data, rewards and sampling. Learning rates that depend on the number of steps "
         "are not repeated if a resumption has changed it",
         key="trainer.replay_order",

@@ -505,7 +505,11 @@ def _continued(
     # Contexts that begin with the same tokens draw other numbers.
     seeds = prompts.batch[fields.SAMPLE_SEED] + (context[:, 0].clamp(min=1) - 1)
     request = ids, whole_mask, sampling, seeds
-    out = engine.generate(*request, images, Continued(sampled, min(at_most, limit), *kept))
+    own = begun[fields.RESPONSE_MASK]
+    first = begun[fields.TOKEN_VERSIONS].gather(1, own.argmax(1, keepdim=True))[:, 0]
+    began = first.where(own.any(1), engine.version)
+    continued = Continued(sampled, min(at_most, limit), *kept, began)
+    out = engine.generate(*request, images, continued)
     row, column = out.response_mask.nonzero(as_tuple=True)
     versions = out.weight_versions[:, None].expand_as(out.response_ids)
     new = out.response_ids, out.response_mask, out.rollout_log_probs, versions

@@ -75,7 +75,8 @@ class HFRollout(RolloutEngine):
         self._cached = CachedModel(self.module, self.device, routers)
         self._kept: list[KeptRows] = []
         """Rows that are to go on, the oldest first. An update of the weights clears it, so that no
-        row finds a cache of other weights."""
+        row finds a cache of other weights, unless `rollout.reset_caches` is false."""
+        self._resets_caches = rollout.resets_caches
         if not is_listed(config):
             check_generation(self._cached)
         window = context_window(config)
@@ -213,7 +214,8 @@ class HFRollout(RolloutEngine):
         self, stream: Iterable[tuple[str, Tensor]], version: int, form: UpdateForm = "whole"
     ) -> None:
         self._check("update_weights", "ready", "released")
-        self._kept.clear()
+        if self._resets_caches:
+            self._kept.clear()
         parameters = dict(self.module.named_parameters())
         with self._writing(stream, version, lambda: parameters) as weights:
             self._weights.write(weights, share=form == "shared")

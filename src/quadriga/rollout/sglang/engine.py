@@ -85,6 +85,7 @@ class SGLangRollout(RolloutEngine):
         )
         # An SGLang that runs already may be able to, whatever this engine was built for.
         self._releasable = releasable or place.type == "cpu" or self._options.url is not None
+        self._resets_caches = rollout.resets_caches
         self._shapes = model_shapes(model)
         self._routers = Routers(model_without_weights(model)) if rollout.records_routes else None
         self._decoder_layers: int = config.get_text_config().num_hidden_layers
@@ -143,9 +144,12 @@ class SGLangRollout(RolloutEngine):
 
         def body(rows: range) -> Body:
             part = slice(rows.start, rows.stop)
-            body = generate_body(prompts[part], own[part], sampling)
+            body: dict[str, Json] = {**generate_body(prompts[part], own[part], sampling)}
+            if caches:
+                body["extra_key"] = [*caches[part]]
             return body if self._routers is None else {**body, "return_routed_experts": True}
 
+        caches = self._caches(begun)
         read = partial(read_sample, sampling=sampling, limits=limits)
 
         def read_row(entry: _Entry, row: int) -> Response:
@@ -252,7 +256,8 @@ class SGLangRollout(RolloutEngine):
                     part = next(parts, None)
             body: Body = {"new_version": str(version), "abort_all_requests": False}
             self._call("/update_weight_version", body)
-            self._call("/flush_cache")
+            if self._resets_caches:
+                self._call("/flush_cache")
         self._received |= sent
 
     def _load(self, load_format: str, pickles: Sequence[bytes]) -> None:

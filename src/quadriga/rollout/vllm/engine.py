@@ -141,6 +141,7 @@ class VLLMRollout(RolloutEngine):
         changed = {type(m) for m in reference.modules() if isinstance(m, PreTrainedModel)}
         self._isolation, self._weights_awake = Isolation(changed), True
         self._routes: RecordedRoutes | None = None
+        self._resets_caches = rollout.resets_caches
         self._model = model
         planned = plan_adapter(reference, model.lora) if model.lora.enabled else None
         mixture = any(".experts." in name for name, _ in reference.named_parameters())
@@ -280,7 +281,7 @@ class VLLMRollout(RolloutEngine):
                 routes = self._routes.of(output.request_id, len(prompts[row]) + len(tokens) - 1)
             return Response(tokens[:end], log_probs, "stop" if stopped else "length", routes)
 
-        return self._run(prompts, requests, read)
+        return self._run(prompts, requests, read, self._caches(begun))
 
     def _scores(self, sequences: Sequence[list[int]]) -> list[list[float]]:
         """Compute the log-probability at temperature 1 of each token but the first."""
@@ -306,10 +307,14 @@ class VLLMRollout(RolloutEngine):
         prompts: Sequence[list[int]],
         requests: Sequence[VLLMSamplingParams],
         read: Callable[[int, RequestOutput], ResultT | None],
+        caches: Sequence[str] = (),
     ) -> list[ResultT]:
         """Return what `read` makes of the outputs of each row; None: the row goes on.
 
         When it ends, for whatever reason, no request is left in the engine.
+
+        Args:
+            caches: of each row, see `RolloutEngine._caches`.
         """
         found: dict[int, ResultT] = {}
         running = {str(row): row for row in range(len(prompts))}
@@ -317,7 +322,9 @@ class VLLMRollout(RolloutEngine):
         loaded = adapter_request("in memory") if self._weights.adapters else None
         try:
             for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-                tokens = {"prompt_token_ids": prompt}
+                tokens: dict[str, Any] = {"prompt_token_ids": prompt}
+                if caches:
+                    tokens["cache_salt"] = caches[row]
                 try:
                     engine.add_request(str(row), tokens, request, lora_request=loaded)
                 except ValueError as error:  # nothing has run yet, so the engine can go on
@@ -356,7 +363,7 @@ class VLLMRollout(RolloutEngine):
                         write(name, tensor)
             finally:  # keys and values in the prefix cache are of the old weights
                 with self._failures(method):
-                    if self._engine.reset_prefix_cache() is False:
+                    if self._resets_caches and self._engine.reset_prefix_cache() is False:
                         self._state = "failed"
                         raise self._error(
                             method,

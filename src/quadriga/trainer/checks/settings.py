@@ -670,6 +670,16 @@ def _streams(config: schema.TrainConfig) -> Problems:
         yield STALENESS, f"needs an engine that can continue a response, and {name} cannot"
     if not trainer.max_staleness and rollout.update != "pause":
         yield f"{ROLLOUT}.update", f"needs {STALENESS} above 0; set it, or update=pause"
+    if not rollout.reset_caches:
+        problem = ""
+        if not trainer.max_staleness or not role_ranks.has_replicas(config):
+            problem = f"needs {STALENESS} above 0 and placement.rollout, ranks of its own"
+        elif not rollout_of(rollout).in_flight:
+            problem = f"is not built for {ROLLOUT}.name={rollout.name}"
+        elif trainer.replay_order is not None:
+            problem = "cannot be repeated (trainer.replay_order): tokens depend on what is kept"
+        if problem:
+            yield f"{ROLLOUT}.reset_caches", f"{problem}; set it to true"
 
 
 def _agent(
