@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from transformers import (
 from quadriga.cli.make_data import run_make_data
 from quadriga.config.commands import ArithmeticDataConfig
 from quadriga.config.loading import load_config
+from quadriga.errors import RolloutError
 from quadriga.rollout.base import Continued, RolloutEngine, SamplingParams
 
 GREEDY = SamplingParams(
@@ -113,6 +115,19 @@ def check_agreement(engine: RolloutEngine, hf: RolloutEngine) -> None:
     scores = [each.score(ids, mask) for each in (engine, hf)]
     torch.testing.assert_close(*scores, atol=1e-4, rtol=0)
     assert engine.weights_digest() == hf.weights_digest()
+
+
+def check_refusal(engine: RolloutEngine) -> None:
+    """Check that the engine goes on after a request that only the engine itself refuses."""
+    before = engine.generate(*requests()[:2], GREEDY, requests()[2])
+    ids, one = torch.full((1, 500), 5), Continued(torch.zeros(1, dtype=torch.int64), 4)
+    with (
+        mock.patch.object(engine, "check_request", lambda *_: one),
+        pytest.raises(RolloutError, match=r"refuse.*500"),
+    ):
+        engine.generate(ids, torch.ones_like(ids), GREEDY, torch.zeros(1, dtype=torch.int64))
+    after = engine.generate(*requests()[:2], GREEDY, requests()[2])
+    assert torch.equal(after.response_ids, before.response_ids)
 
 
 def check_prefix_cache(

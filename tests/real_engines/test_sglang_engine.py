@@ -103,6 +103,7 @@ def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, n
 
         with mock.patch("quadriga.rollout.sglang.engine.read_sample", recorded):
             agreement.check_prefix_cache(engine, weights, cached, page=1)
+        agreement.check_refusal(engine)
     finally:
         engine.close()
 

@@ -104,6 +104,9 @@ class TestModels:
         with mock.patch.object(ours._engine, "step", recorded):
             agreement.check_prefix_cache(ours, noise(hf, 3), cached, page=32)
 
+    def test_the_engine_goes_on_after_a_request_that_it_refuses(self, engines):
+        agreement.check_refusal(engines[0])
+
     def test_every_fault_of_a_sync_is_named(self, engines):
         ours, hf = engines
         right = noise(hf, 5)

@@ -114,6 +114,7 @@ class VLLMRollout(RolloutEngine):
     """
 
     name = "vllm"
+    _refusals: tuple[type[Exception], ...] = (ValueError,)  # what vLLM raises of a request
 
     def __init__(
         self,
@@ -168,6 +169,9 @@ class VLLMRollout(RolloutEngine):
         try:
             with self._isolation.inside():
                 self._engine = _start(self.options, self.device, copies, arguments)
+                from vllm.exceptions import VLLMClientError
+
+                self._refusals = ValueError, VLLMClientError
                 held = self._engine.model_executor.driver_worker.get_model()
                 adapters = {} if planned is None else load_adapter(self._engine, held, planned)
                 group = None  # the ranks that hold one copy together; None: this rank alone
@@ -257,7 +261,7 @@ class VLLMRollout(RolloutEngine):
 
         try:
             requests = [request(row) for row in range(len(prompts))]
-        except ValueError as error:
+        except self._refusals as error:
             raise self._error("generate", f"vLLM refuses the settings: {error}") from error
         known = [0] * len(prompts)
         before = [
@@ -327,7 +331,7 @@ class VLLMRollout(RolloutEngine):
                     tokens["cache_salt"] = caches[row]
                 try:
                     engine.add_request(str(row), tokens, request, lora_request=loaded)
-                except ValueError as error:  # nothing has run yet, so the engine can go on
+                except self._refusals as error:  # nothing has run yet, so the engine can go on
                     raise self._error("generate", f"vLLM refuses row {row}: {error}") from error
             while running:
                 for output in engine.step():
