@@ -5,7 +5,8 @@
     python benchmarks/gpu_proof.py --device cpu --size 1m # the same parts on a CPU, small
 
 Needs no network: models have random weights and data is made here. Each part is a process of its
-own with a time limit; all parts together take at most `--minutes`. A part that fails, or that the
+own and may take twice an equal share of the time that is left, so that none takes the time of the
+others; all parts together take at most `--minutes`. A part that fails, or that the
 environment lacks a package for, says so in the file and the others run. The file is written anew
 after each part.
 
@@ -230,7 +231,7 @@ def run_part(name: str, options: argparse.Namespace, seconds: float) -> Figures:
             printed, said = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # with the processes that it has started
-            return {"failed": f"not done within {seconds:.0f} s"}
+            return {"failed": f"not done within its share of the time, {seconds:.0f} s"}
     try:
         found: Figures = json.loads(printed.strip().splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
@@ -264,9 +265,13 @@ def main() -> None:
         parser.error(f"--device {options.device}: this machine has no such device")
     ends = time.perf_counter() + 60 * options.minutes
     result: Figures = {"date": time.strftime("%Y-%m-%d"), "machine": machine(options.device)}
-    for name in parts(options.size):
+    names = [*parts(options.size)]
+    for number, name in enumerate(names):
         left = ends - time.perf_counter()
-        result[name] = run_part(name, options, left) if left > 0 else {"skipped": "no time is left"}
+        share = min(left, 2 * left / (len(names) - number))
+        result[name] = (
+            run_part(name, options, share) if share > 0 else {"skipped": "no time is left"}
+        )
         about = result[name]
         said = about.get("failed") or about.get("skipped") or f"done in {about['seconds']} s"
         print(f"{name}: {said.splitlines()[-1]}", file=sys.stderr)
