@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -254,6 +255,18 @@ def test_what_killed_processes_leave_is_removed(start, tmp_path, closed):
     engine.close() if closed else remove_leftovers()
     assert [path.exists() for path in left] == [False] * 3
     assert generate(other).response_mask.any()
+
+
+def test_what_another_user_has_left_is_not_touched(tmp_path, monkeypatch):
+    """Its name may be a pattern, which finds shared memory of runs of this user."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    log = tmp_path / "quadriga-sglang-**" / "log"
+    log.parent.mkdir()
+    log.touch()
+    remove_leftovers()
+    assert log.exists()
 
 
 def test_a_late_answer_is_a_typed_error(start):

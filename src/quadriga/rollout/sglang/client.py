@@ -214,11 +214,12 @@ def _end(process: subprocess.Popen[bytes], outbox: _Outbox, folder: Path) -> Non
 
 
 def remove_leftovers() -> None:
-    """Remove what an SGLang has left whose processes and rank were all killed."""
+    """Remove what an SGLang of this user has left whose processes and rank were all killed."""
     for log in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/log"):
         with contextlib.suppress(OSError), open(log, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            remove(str(log.parent))
+            if os.fstat(file.fileno()).st_uid == os.getuid():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                remove(str(log.parent))
 
 
 class HTTPTransport:
