@@ -75,6 +75,7 @@ class Continuing(Engine):
 
     def generate(self, ids, mask, sampling, seeds, images=None, continued=None) -> RolloutOutput:
         self.request = ids.tolist(), mask.tolist(), continued.sampled.tolist(), continued.at_most
+        self.began = continued.began.tolist()
         new = torch.tensor([[3, 4], [END, PAD]])
         mask = torch.tensor([[1, 1], [1, 0]])
         return RolloutOutput(new, mask, -0.5 * mask, ("paused", "stop"), torch.tensor([6, 6]))
@@ -104,6 +105,7 @@ def test_responses_go_on_as_in_the_drawn_example() -> None:
     batch = generate_batch(engine, begun(), FIVE, at_most=2).batch
     ids = [[0, 0, 0, 0, 3, 4, 1, 2], [0, 0, 0, 0, 0, 5, 6, 7]]
     assert engine.request == (ids, [[int(i > 0) for i in row] for row in ids], [2, 0], 2)
+    assert engine.began == [5, 6], "the second row is new, so it finds caches of the weights 6"
     expected = {
         fields.RESPONSES: [[1, 2, 3, 4, 0], [END, 0, 0, 0, 0]],
         fields.RESPONSE_MASK: [[1, 1, 1, 1, 0], [1, 0, 0, 0, 0]],
