@@ -86,7 +86,7 @@ def streamed_folder(folder, staleness, costs, *more):
     for span in syncs:
         seconds = span.end - span.start
         events += [{"at": span.end, "resume": ["sync"], "seconds": seconds}]
-    events.insert(0, {"at": 0.0, "settings": [8, staleness, 2, 64, 24, 400, 0, 1]})
+    events.insert(0, {"at": 0.0, "settings": [8, staleness, 2, 64, 24, 400, 0]})
     events = [{"step": 1, **event} for event in events]
     events.sort(key=lambda event: event["at"])
     waits, trains = ([span for span in found.spans if span.track == track]

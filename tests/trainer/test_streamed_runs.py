@@ -180,6 +180,14 @@ REFUSED = {
 }
 
 
+def test_a_run_whose_caches_are_kept_cannot_be_repeated(tmp_path):
+    (tmp_path / "stream.jsonl").touch()
+    given = [*STREAMED, *APART, RESETS, f"trainer.replay_order={tmp_path}"]
+    given += ["actor_rollout_ref.rollout.n=2", "actor_rollout_ref.model.path=some"]
+    with pytest.raises(ConfigError, match="reset_caches=false cannot be repeated"):
+        check_train_settings(load_config(TrainConfig, [*given, "algorithm.adv_estimator=grpo"]))
+
+
 @pytest.mark.parametrize(("setting", "message"), REFUSED.items(), ids=REFUSED)
 def test_what_cannot_be_streamed_is_refused(setting, message, monkeypatch):
     monkeypatch.setitem(ROLLOUTS, "plain", type("Plain", (Rollout,), {"continues": True}))

@@ -99,7 +99,7 @@ def read_run(path: Path) -> MeasuredRun:
             stream = read_stream(folder.stream)
     if config is None:
         problem = "is no run folder (trainer.default_local_dir) with config.yaml and metrics.jsonl"
-    elif config.trainer.max_staleness and not (stream and stream.calls):
+    elif config.trainer.max_staleness and not (stream and stream.calls[1:]):
         problem = "has no times of calls in stream.jsonl; pass a run of this version of Quadriga"
     elif len(rows) <= MIN_STEPS:
         problem = f"has {len(rows)} training steps with their times, expected {MIN_STEPS + 1}"

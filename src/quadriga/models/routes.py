@@ -15,7 +15,7 @@ a token, E experts of a layer.
 """
 
 import re
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -52,7 +52,6 @@ class Routers(TorchFunctionMode):
 
     Attributes:
         layers: L; 0 of a dense model, and of an architecture of `CHOOSE_OTHERWISE`.
-        decoder_layers: the number of the decoder layer that each of them is in.
         experts: E.
         dtype: the smallest integer type of expert numbers and `UNKNOWN`.
     """
@@ -62,10 +61,9 @@ class Routers(TorchFunctionMode):
         self._name = f"{type(model).__name__} (model_type {model.config.model_type!r})"
         refused = model.config.model_type in CHOOSE_OTHERWISE
         named = () if refused else model.named_modules()
-        found = [(n, m) for n, m in named if isinstance(getattr(m, "experts", None), nn.Module)]
-        self.layers, sizes = len(found), [0]
-        self.decoder_layers = [int(re.findall(r"\.(\d+)\.", name)[0]) for name, _ in found]
-        for number, (_, layer) in enumerate(found):
+        found = {n: m for n, m in named if isinstance(getattr(m, "experts", None), nn.Module)}
+        self.layers, self._names, sizes = len(found), list(found), [0]
+        for number, layer in enumerate(found.values()):
             layer.forward = partial(self._compute, number, layer.forward)
             sizes += [p.shape[0] for p in layer.experts.parameters() if p.dim() == 3]
         self.experts = max(sizes)
@@ -97,6 +95,11 @@ class Routers(TorchFunctionMode):
         """
         self.check(len(self._chosen))
         return torch.stack([self._chosen[number] for number in range(self.layers)], 1)
+
+    @cached_property
+    def decoder_layers(self) -> list[int]:
+        """The number of the decoder layer that each layer with experts is in, by its name."""
+        return [int(re.findall(r"\.(\d+)\.", name)[0]) for name in self._names]
 
     def of_decoder_layers(self, found: Tensor) -> Tensor:
         """Return the experts of the layers that have some, [N, L, K] of `dtype`, from those that a

@@ -58,7 +58,7 @@ _NUMBERS: dict[str, object] = {
     **dict.fromkeys(("begin", "take", "score", "drop", "restart", "forget"), list[int]),
     **dict.fromkeys(("sync", "validate", "save"), list[int]), "call": list[_Pair],
     "versions": list[list[_Pair]], "resume": Annotated[list[str], Len(1, 1)],
-    "settings": Annotated[list[int], Len(8, 8)],
+    "settings": Annotated[list[int], Len(7, 8)],
 }  # fmt: skip
 _COMMON = {"step": int, "at": float, **dict.fromkeys(("replica", "synced"), int | None)}
 

@@ -408,11 +408,11 @@ class StreamedSampler:
             self._calls.write({"step": step, event: numbers, "at": record.elapsed, **more})
 
     def _settings(self) -> list[int]:
-        """Return the settings that a run must have to repeat the order of another one."""
+        """Return what a run must have to repeat another one; with an eighth number, none can."""
         bound, rollout = self.queue.bound, self.config.actor_rollout_ref.rollout
         sampled = self._n, rollout.slice_tokens, self.total_steps, self.generation.response_tokens
-        more = self.config.trainer.seed, int(rollout.reset_caches)
-        return [bound.groups, bound.steps, *sampled, *more]
+        own = [bound.groups, bound.steps, *sampled, self.config.trainer.seed]
+        return own if rollout.reset_caches else [*own, 0]
 
     def _repeat(self, until: str) -> list[int]:
         """Make the calls of the run that is repeated, up to an event. Return its numbers."""

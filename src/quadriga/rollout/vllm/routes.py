@@ -64,7 +64,7 @@ class RecordedRoutes:
     def of(self, request: str, tokens: int) -> Tensor:
         """Return the experts of the first tokens of a request, [tokens, L, K] of `Routers.dtype`.
 
-        The last step of vLLM was the one that ended the request, or a step of it.
+        Call it before the next step of vLLM, which gives the row of the request to another one.
         """
         batch, table = self._runner.input_batch, self._table
         # vLLM adds random characters to the name of a request.

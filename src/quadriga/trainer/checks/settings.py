@@ -641,7 +641,7 @@ def _routes(config: schema.TrainConfig) -> Problems:
         yield (
             f"{ROLLOUT}.replay_routes",
             f"is not built for {ROLLOUT}.name={rollout.name}, which does not say which experts "
-            "compute a token; set it to false, or name=hf",
+            "compute a token; set it to false, or name=hf, vllm or sglang",
         )
 
 
