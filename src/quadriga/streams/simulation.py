@@ -28,7 +28,8 @@ from quadriga.streams.timeline import Counts, RecordedCall, Span
 from quadriga.workers.method_fields import BEGUN_RESPONSES
 
 _FIT_ROUNDS, _FIT_RCOND = 20, 0.01
-"""Parts of the work that differ too little between the calls to be told apart take equal parts."""
+"""How often the slowest copies are chosen anew, and the share of the largest singular value below
+which others are dropped: costs that the calls cannot tell apart become equal."""
 
 
 @dataclass(frozen=True)

@@ -738,6 +738,7 @@ def _fine_tuning(config: SFTConfig | RMConfig) -> Problems:
 
 
 def _spread(reward: schema.RewardConfig, backend: str) -> Problems:
+    """Yield that processes of reward functions have no Ray nodes to be spread over."""
     if reward.spread and (backend != "ray" or not reward.num_processes):
         needs = "a training with trainer.backend=ray and reward.num_processes above 0"
         yield "reward.spread", f"needs {needs}; set it to false"
