@@ -168,8 +168,8 @@ def scaled_costs() -> Costs:
 
 def long_responses(shares: tuple[float, ...], steps: int) -> dict[str, object]:
     """In turns against apart at staleness 2, by the share of responses at the limit: with the times
-    as they are, and with those that `plan --async` finds in the record of a synchronous run. Both
-    have the lengths that the plan reads or draws.
+    of the simulation, and with the times that `plan --async` finds in the record of a synchronous
+    run. Both simulations have the lengths that the plan reads or draws.
     """
     rng, costs = np.random.default_rng(0), scaled_costs()
     ratios: dict[str, object] = {}

@@ -35,10 +35,11 @@ _TOP_K = (torch.topk, torch.Tensor.topk)
 
 
 def take_experts(given: Tensor, scores: Tensor, own: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scores of the experts `given`, and these, [N, K] each; where they are `UNKNOWN`,
-    those of `own`.
+    """Return (scores, experts), [N, K] each: the experts `given`, or the router's `own` where a
+    given one is `UNKNOWN`.
 
     Args:
+        given: [N, K], the experts of the rollout.
         scores: [N, E], of all experts.
         own: [N, K], the experts that the router has chosen.
     """

@@ -86,7 +86,7 @@ class RowsInFlight:
         return torch.tensor(number)
 
     def of(self, number: Tensor) -> AttentionRows:
-        """Return the rows with this number. `routes` are then those of the same micro-batch."""
+        """Return the rows with this number, and set `routes` to the experts of their tokens."""
         rows, self.routes = self._rows[int(number)]
         return rows
 
@@ -97,7 +97,7 @@ class RowsInFlight:
 
 
 class ReplayedExperts:
-    """What the router of a layer asks for its experts: those of the micro-batch, if it has any.
+    """Gives the router of a layer the experts of the rollout, if the micro-batch has recorded ones.
 
     It has the place of Megatron-core's `RouterReplay`, which needs the experts of all micro-batches
     in the order of their backward passes. The attention of the layer has just been computed, in the
@@ -111,10 +111,15 @@ class ReplayedExperts:
         self._in_flight, self._layer = in_flight, layer
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, groups: Any, group_topk: Any, choose: Any
+        self,
+        scores: Tensor,
+        topk: int,
+        groups: int | None,
+        group_topk: int | None,
+        choose: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Return (scores, experts), [n, E] each, of n tokens with `scores` of all experts."""
-        own: tuple[Tensor, Tensor] = choose(scores, topk, groups, group_topk)
+        own = choose(scores, topk, groups, group_topk)
         routes = self._in_flight.routes
         return own if routes is None else take_experts(routes[:, self._layer], scores, own[1])
 

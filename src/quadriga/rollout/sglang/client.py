@@ -210,7 +210,7 @@ def _end(process: subprocess.Popen[bytes], outbox: _Outbox, folder: Path) -> Non
     outbox.put(None)
     end_group(process.pid, str(folder))
     process.wait(_END_S)
-    remove(str(folder))  # also what was written until then
+    remove(str(folder))  # again: a process could still write files before its end
 
 
 def remove_leftovers() -> None:

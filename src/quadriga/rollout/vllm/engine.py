@@ -326,7 +326,7 @@ class VLLMRollout(RolloutEngine):
         loaded = adapter_request("in memory") if self._weights.adapters else None
         try:
             for row, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-                tokens: dict[str, Any] = {"prompt_token_ids": prompt}
+                tokens: dict[str, list[int] | str] = {"prompt_token_ids": prompt}
                 if caches:
                     tokens["cache_salt"] = caches[row]
                 try:
