@@ -1,6 +1,6 @@
 """A tool that a tiny model learns to call: multiply two numbers of three digits.
 
-    python examples/agents/calculator.py [steps] [turns]
+    python examples/agents/calculator.py [steps] [turns] [engine]
 
 The model first learns the form of answers from conversations of which a third calls the tool; the
 others answer at once, which so small a model cannot do. Then GRPO rewards right answers alone.
@@ -64,8 +64,10 @@ def conversation(row: dict[str, object], *, calls: bool) -> dict[str, list[dict[
     return {"messages": messages}
 
 
-def main(steps: int = 30, turns: int = 2) -> list[dict[str, float]]:
-    """Train, and return the metrics of the validations."""
+def main(
+    steps: int = 30, turns: int = 2, engine: str = "hf", warm_steps: int = 200
+) -> list[dict[str, float]]:
+    """Train, and return the metrics of the validations and of the steps."""
     from transformers import AutoTokenizer
 
     import quadriga
@@ -73,15 +75,15 @@ def main(steps: int = 30, turns: int = 2) -> list[dict[str, float]]:
 
     folder, rng = Path(tempfile.mkdtemp(prefix="calculator-")), random.Random(0)
     texts = [CALL % (123, 456), "789 * 10", "multiply a b"]
-    shape = TinyModel(hidden_size=96, num_heads=4, num_kv_heads=4, intermediate_size=256)
+    shape = TinyModel(hidden_size=96, num_heads=3, num_kv_heads=3, intermediate_size=256)
     write_tiny_model(folder / "model", texts, shape)
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
-    warm = [conversation(problem(rng), calls=i % 3 == 0) for i in range(8192)]
+    warm = [conversation(problem(rng), calls=i % 3 == 0) for i in range(32 * warm_steps)]
     sft = quadriga.SFT(
-        str(folder / "model"), warm, lr=4e-3, steps=200, batch_size=32, folder=str(folder / "sft"),
-        messages_key="messages", loggers=["jsonl"], test_freq=0,
+        str(folder / "model"), warm, lr=4e-3, steps=warm_steps, batch_size=32, test_freq=0,
+        folder=str(folder / "sft"), messages_key="messages", loggers=["jsonl"],
         chat_template_kwargs={"tools": [Tool.of(multiply).schema]},
     ).train()  # fmt: skip
     rows = [problem(rng) for _ in range(512)]
@@ -90,11 +92,12 @@ def main(steps: int = 30, turns: int = 2) -> list[dict[str, float]]:
         batch_size=16, responses=8, mini_batch_size=16,
         agent={"path": __file__, "max_turns": turns}, max_response_length=96,
         slice_tokens=48, folder=str(folder / "run"), test_freq=5, loggers=["jsonl"],
+        **{"actor_rollout_ref.rollout.name": engine},
         **{"actor_rollout_ref.rollout.val_sampling.temperature": 1.0},
     ).train()  # fmt: skip
-    return [row for row in run.history if "val/score" in row]
+    return run.history
 
 
 if __name__ == "__main__":
-    for row in main(*map(int, sys.argv[1:])):
-        print({key: row[key] for key in ("step", "val/score") if key in row})
+    for row in main(*map(int, sys.argv[1:3]), *sys.argv[3:]):
+        print({key: row[key] for key in ("step", "val/score", "agent/tool_calls") if key in row})

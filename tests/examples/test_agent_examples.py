@@ -1,8 +1,12 @@
 """The examples in examples/agents."""
 
 import asyncio
+import json
 import os
 import random
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,9 +49,15 @@ def test_the_warm_start_of_the_calculator_has_the_tokens_of_its_episodes():
     assert tokenizer.decode(ids) + "<|end|>" == whole
 
 
+def test_a_model_calls_a_tool_in_a_run():
+    *_, row = example("calculator").main(1, warm_steps=50)
+    assert row["agent/tool_calls"] > row["agent/tool_errors"] >= 0
+
+
 @pytest.mark.nightly
 def test_a_tool_is_learned():
-    scores = [row["val/score"] for row in example("calculator").main(20)]
+    rows = example("calculator").main(20)
+    scores = [row["val/score"] for row in rows if "val/score" in row]
     assert max(scores) > 0.4, "without the tool no answer is right"
 
 
@@ -64,11 +74,40 @@ def test_credit_by_turn_beats_credit_by_game(monkeypatch):
     assert min(turns) > max(games)
 
 
+@pytest.fixture
+def python_with(tmp_path):
+    """A function: the interpreter of a new environment with a package that excludes what Quadriga
+    needs."""
+
+    def make(package: str) -> str:
+        python = str(tmp_path / "own" / "bin" / "python")
+        subprocess.run([sys.executable, "-m", "venv", tmp_path / "own"], check=True)
+        options = shlex.split(os.environ.get("PIP_ARGS", ""))
+        subprocess.run([python, "-m", "pip", "install", "-qq", *options, package], check=True)
+        return python
+
+    return make
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["openai_program", "verifiers_environment"])
-def test_a_program_of_its_own_is_trained(name):
-    if name == "verifiers_environment" and "VERIFIERS_PYTHON" not in os.environ:
-        pytest.skip("VERIFIERS_PYTHON names no Python with verifiers")
+def test_a_program_of_its_own_is_trained(name, python_with, monkeypatch):
+    if name == "verifiers_environment":
+        monkeypatch.setenv("VERIFIERS_PYTHON", python_with("verifiers==0.4.0"))
     rows = [row for row in example(name).main(2) if "agent/won" in row]
     assert len(rows) == 2 and all(row["agent/turns/mean"] > 1 for row in rows)
     assert all(row["agent/raised"] == 0 and row["agent/contexts"] == 1 for row in rows)
+
+
+@pytest.mark.nightly
+def test_sessions_of_openenv(python_with):
+    """Three sessions at once, each of whose seed is to be guessed by counting."""
+    command = [python_with("openenv-core==0.3.0"), Path(__file__).with_name("openenv_game.py")]
+    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1] / "src")}
+    out = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    for seed, (first, *wrong, last) in enumerate(json.loads(out.stdout), 1):
+        assert first == ["Observation", "guess", 0.0] and last == ["Done", None, 1.0]
+        assert wrong == [["Observation", f"not {n}", -0.5] for n in range(1, seed)]
+    assert seed == 3

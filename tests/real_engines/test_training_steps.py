@@ -1,20 +1,26 @@
 """Engine and trainer agree before and after each of five training steps."""
 
+from pathlib import Path
+
 import pytest
 from agreement import ENGINES, ENGINES_AND_MODELS, check_agreement, write_model, write_task
 
 import megatron_on_cpu
+from quadriga.config.commands import EvalConfig
 from quadriga.config.loading import load_config
 from quadriga.config.schema import EngineConfig, ModelConfig, OptimConfig, TrainConfig
+from quadriga.containment import import_file
 from quadriga.engines import build_engine
 from quadriga.observability.jsonl import read_jsonl
 from quadriga.rollout import build_rollout
+from quadriga.trainer.evaluation import run_evaluation
 from quadriga.trainer.main import run_training
 from quadriga.weight_sync.sync import WeightSync
 from training_step import train_once
 
 OPTIONS = {"vllm": {"kv_cache_mb": 64}, "sglang": {}}
 STEPS = 5
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = [
     pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines"),
@@ -164,6 +170,30 @@ def test_episodes_of_several_turns(tmp_path, engine):
     assert [row["mismatch/max"] < 1e-3 for row in rows] == [True, True], rows
     assert all(row["agent/ended/done"] == 1 and row["agent/turns/mean"] == 3 for row in rows)
     assert all(row["actor/grad_norm"] > 0 for row in rows)
+    played = {name: episodes_of(tmp_path, name) for name in ("hf", engine)}
+    assert played["hf"] == played[engine]
+    assert [len(episode["turns"]) for episode in played["hf"]] == [3] * 8
+
+
+def episodes_of(tmp_path, engine):
+    """What `quadriga eval` writes of the episodes of each problem, with greedy decoding."""
+    given = [
+        f"model.path={tmp_path / 'base'}", f"data_files=[{tmp_path / 'data' / 'test.parquet'}]",
+        f"output={tmp_path / engine}", f"rollout.name={engine}", "rollout.dtype=float32",
+        "rollout.slice_tokens=3", f"agent.path={tmp_path / 'game.py'}", "agent.max_turn_tokens=6",
+        "max_response_length=80",
+    ]  # fmt: skip
+    run_evaluation(load_config(EvalConfig, given))
+    rows = read_jsonl(tmp_path / engine / "responses.jsonl")
+    return [episode for row in rows for episode in row["episodes"]]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_model_calls_a_tool(engine):
+    """The example of a calculator, in a short form."""
+    calculator = import_file(EXAMPLES / "agents" / "calculator.py", "example")
+    *_, row = calculator.main(1, engine=engine, warm_steps=50)
+    assert row["agent/tool_calls"] > row["agent/tool_errors"] >= 0
 
 
 PROGRAM = """
