@@ -86,7 +86,7 @@ def main(
         folder=str(folder / "sft"), messages_key="messages", loggers=["jsonl"],
         chat_template_kwargs={"tools": [Tool.of(multiply).schema]},
     ).train()  # fmt: skip
-    rows = [problem(rng) for _ in range(512)]
+    rows = [problem(rng) for _ in range(448)]
     run = quadriga.GRPO(
         str(sft.model_path), data=rows[:384], val_data=rows[384:], steps=steps, lr=1e-3,
         batch_size=16, responses=8, mini_batch_size=16,
