@@ -1,6 +1,6 @@
 """An environment behind an OpenEnv server: one session for each episode.
 
-    python -m uvicorn my_game:app --port 8000              # a server of openenv-core
+    python -m uvicorn openenv_game:app --port 8000         # a server of openenv-core
     quadriga train … agent.path=examples/agents/openenv_client.py \
         agent.options.url=http://127.0.0.1:8000 agent.reset_tokens=100
 

@@ -102,7 +102,7 @@ def test_a_program_of_its_own_is_trained(name, python_with, monkeypatch):
 @pytest.mark.nightly
 def test_sessions_of_openenv(python_with):
     """Three sessions at once, each of whose seed is to be guessed by counting."""
-    command = [python_with("openenv-core==0.3.0"), Path(__file__).with_name("openenv_game.py")]
+    command = [python_with("openenv-core==0.3.0"), FOLDER / "openenv_game.py"]
     environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1] / "src")}
     out = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=True
