@@ -128,6 +128,11 @@ def test_a_run_that_was_resumed_with_more_steps_is_repeated(train_overrides, rul
         metrics_of_run([*given, decays])
     metrics_of_run([*given, "trainer.overwrite=true"])
     assert_equal_tensors(tmp_path / "again/model", tmp_path / "run/model")
+    order = tmp_path / "run/stream.jsonl"  # as if the resumption had kept caches
+    head, last, rest = order.read_text().rpartition('"settings": [')
+    order.write_text(head + last + rest.replace("]", ", 0]", 1))
+    with pytest.raises(ConfigError, match=r"step 1: .*reset_caches=false cannot be repeated"):
+        metrics_of_run([*given, "trainer.overwrite=true"])
 
 
 def test_remax_and_refilling_are_streamed(train_overrides, rule):

@@ -102,8 +102,8 @@ class StreamedSampler:
         replayed = trainer.replay_order
         events = in_order(Path(replayed) / STREAM) if replayed else []
         self._script = iter(events) if replayed else None
-        # The last number of steps of the run that is repeated.
-        self._steps = [0, *(e.numbers[_STEPS] for e in events if e.name == "settings")][-1]
+        # The last settings of the run that is repeated.
+        self._last = [[], *(event.numbers for event in events if event.name == "settings")][-1]
         # Stages of added roles are run by the thread of the loop, on whole batches.
         self._roles_score = any(placed.stage.neighbour in EARLY for placed in self.runner.added)
         self._drawn = 0  # batches of prompts
@@ -447,7 +447,7 @@ class StreamedSampler:
                 found: list[int] = numbers
                 return found
             elif name == "settings" and not _fits(
-                numbers, self._steps, self._settings(), self.config
+                numbers, self._last, self._settings(), self.config
             ):
                 break
         raise _unfit(self.config, step)
@@ -464,15 +464,15 @@ def _check_saved(rows: DataProto, config: TrainConfig) -> None:
             raise FieldError(text) from error
 
 
-def _fits(settings: list[int], steps: int, own: list[int], config: TrainConfig) -> bool:
+def _fits(settings: list[int], last: list[int], own: list[int], config: TrainConfig) -> bool:
     """Return whether the run that is repeated had the settings of this one, `own`. If it was
-    resumed with more steps, the last number, `steps`, counts, and no learning rate may depend on
-    it."""
+    resumed with more steps, the number in its `last` settings counts, and no learning rate may
+    depend on it."""
     for optim in (config.actor_rollout_ref.actor.optim, config.critic.optim):
         depends = optim.lr_scheduler != "constant" or optim.lr_warmup_ratio
         if depends and settings[_STEPS] != own[_STEPS]:
             return False
-    return [*settings[:_STEPS], steps, *settings[_STEPS + 1 :]] == own
+    return last == [*settings[:_STEPS], last[_STEPS], *settings[_STEPS + 1 :]] == own
 
 
 def _unfit(config: TrainConfig, step: int) -> ConfigError:
