@@ -1,8 +1,10 @@
 """An environment whose turns name what it does."""
 
 import asyncio
+import json
 import os
 import random
+import sys
 import time
 from dataclasses import dataclass
 
@@ -42,6 +44,10 @@ class Environment:
         return Observation(f"{self.row['name']} {self.turns}", reward=0.5, metrics={"seen": 1})
 
 
+async def leaves():
+    sys.exit(3)
+
+
 class Odd(Environment):
     """Returns what is named, which no run may end of."""
 
@@ -54,10 +60,13 @@ class Odd(Environment):
             task = asyncio.create_task(asyncio.sleep(9))
             task.cancel()
             await task
+        if action.text == "leaves a task":
+            self.task = asyncio.create_task(leaves())
         if action.text == "slow":
             await asyncio.sleep(0.3)
         if action.text == "block":
             time.sleep(100)
+        nested = json.loads("[" * 300 + "]" * 300)
         return {
             "generator": Observation({"role": "user", "content": word} for word in self.words),
             "large": Done(1e39),
@@ -67,6 +76,8 @@ class Odd(Environment):
             "surrogate": Observation("x\udc80"),
             "heavy": Observation([{"role": "user", "content": "", "more": "x" * (1 << 23)}]),
             "none": Done(None),
+            "bytes": Done(b"1"),
+            "nested": Observation([{"role": "user", "content": "", "more": nested}]),
         }.get(action.text, "fine")
 
 
@@ -96,6 +107,8 @@ class Threaded(Environment):
     def step(self, action):
         if action.text == "hang":
             time.sleep(100)
+        if action.text == "interrupt":
+            raise KeyboardInterrupt
         return Observation(action.text)
 
 

@@ -52,8 +52,8 @@ async def fails(model, row, how):
         await model.chat([USER | {"content": 3}])
     if how == "nothing":
         return None
-    if how == "exit":
-        raise SystemExit(3)
+    if how in ("exit", "interrupt"):
+        raise SystemExit(3) if how == "exit" else KeyboardInterrupt
     if how == "raise":
         raise ValueError("of the user")
     await asyncio.sleep(100)
@@ -122,7 +122,9 @@ async def refused(model, row):
         (400, key, body | {"messages": "a"}),
         (400, key, body | {"messages": [USER | {"content": 3}]}),
         (400, key, body | {"max_tokens": -1}),
-        (400, key, body | {"max_tokens": 2.5}),
+        *((400, key, body | {"max_tokens": count}) for count in (2.5, 0, True)),
+        (400, key, body | {"max_tokens": 5, "max_completion_tokens": 0}),
+        (400, key, body | {"modalities": ["text", "audio"]}),
         (400, key, body | {"tools": ["add"]}),
         (400, key, body | {"tools": [{"type": "function", "function": {"name": "?"}}]}),
         (400, key, body | {"parallel_tool_calls": False}),
@@ -136,6 +138,8 @@ async def refused(model, row):
             found = await client.post(chat, json=given, headers={"Authorization": token})
             assert found.status_code == status, (given, found.text)
             assert found.json()["error"]["message"]
+        nested = await client.post(chat, content=b"[" * 9999, headers={"Authorization": key})
+        assert nested.status_code == 400
         for found in (await client.post(f"{chat}s"), await client.get(chat)):
             assert "is none of POST /v1/chat/completions" in found.json()["error"]["message"]
     await model.chat(body["messages"])

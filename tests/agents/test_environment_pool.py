@@ -96,6 +96,7 @@ ODD = {
     "cancelled": ("raised", "CancelledError"), "large": ("raised", "reward must be a number up to"),
     "key": ("raised", "a metric must have a name"), "own": ("raised", "a metric must have a name"),
     "heavy": ("raised", "bytes, at most"), "none": ("raised", "reward must be a number"),
+    "bytes": ("raised", "reward must be a number"), "nested": ("raised", "nested too deeply"),
 }  # fmt: skip
 
 
@@ -110,6 +111,18 @@ def test_odd_answers_cost_their_own_episode(pool):
     assert [message["content"] for message in generated.messages] == ["a", "b"]
     assert (given.rewards, given.metrics) == ([0.5], {"hit": 1.0})
     assert repaired.messages[0]["content"] == "x?"
+
+
+def test_an_interrupt_and_an_exit_of_a_task_end_no_other_episode(pool):
+    found = play(pool("Threaded", processes=1), "interrupt", "one", "interrupt", "two")
+    assert [found[number].status for number in range(4)] == ["raised", "observed"] * 2
+    assert found[0].detail == "KeyboardInterrupt: "
+    odd = pool("Odd", processes=1, words=[], timeout_s=5.0)
+    found = play(odd, "leaves a task", "slow", "cancelled", "slow")
+    process = odd._hosts[0].process
+    assert [found[n].status for n in range(4)] == ["observed", "observed", "raised", "observed"]
+    assert play(odd, "slow", "slow")[1].status == "observed"
+    assert [host.process for host in odd._hosts] == [process]  # it has hosted all of them
 
 
 def test_an_iterator_that_has_ended_raises(pool):

@@ -96,7 +96,8 @@ def test_calls_of_tools_are_read_from_a_turn(policy):
         ("content", ["a"], "raised", "the content of a message must be text, got 3"),
         ("nothing", ["a"], "raised", "reward must be a number up to 1e+30, got None"),
         ("raise", ["a"], "raised", "ValueError: of the user"),
-        ("exit", ["a"], "raised", "the function has called sys.exit(3)"),
+        ("exit", ["a"], "raised", "the function has raised SystemExit(3)"),
+        ("interrupt", ["a"], "raised", "the function has raised KeyboardInterrupt()"),
         ("hang", ["a"], "timed_out", "deadline of 1 s"),
     ],
 )
@@ -145,7 +146,7 @@ def test_the_openai_client_asks_the_policy(policy):
 
 def test_requests_that_cannot_be_answered_are_refused(policy):
     own = policy("refused")
-    assert seen(own.answer()) == (["a"], True) and own.answer("x").rewards == [17.0]
+    assert seen(own.answer()) == (["a"], True) and own.answer("x").rewards == [21.0]
 
 
 def test_threads_ask_through_the_endpoint(policy):

@@ -51,11 +51,11 @@ class Reply:
 class Policy(Protocol):
     """The policy in one episode. Both methods raise `InputError` if a request cannot be used."""
 
-    async def ask(self, messages: list[Any], tools: list[Any], max_tokens: int) -> Reply:
+    async def ask(self, messages: list[Any], tools: list[Any], max_tokens: int | None) -> Reply:
         """Return the reply to a conversation."""
         ...
 
-    async def complete(self, text: str, max_tokens: int) -> Reply:
+    async def complete(self, text: str, max_tokens: int | None) -> Reply:
         """Return what follows a text."""
         ...
 
@@ -73,6 +73,7 @@ _REFUSED: dict[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
     "parallel_tool_calls": (None, True),
+    "modalities": (None, ["text"]),
     "top_logprobs": (None, 0),
 }
 """Parameter of a request → the values that it may have."""
@@ -213,7 +214,7 @@ async def _body(request: Request) -> Json:
     """
     try:
         body = await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _RequestError(400, "invalid_json", f"the body must be JSON: {error}") from error
     if not isinstance(body, dict):
         raise _RequestError(400, "invalid_json", "the body must be a JSON object")
@@ -231,7 +232,8 @@ async def _body(request: Request) -> Json:
 
 def _max_tokens(body: Json) -> Any:
     """Return what a request gives, which may be anything: the policy refuses what is no count."""
-    return body.get("max_completion_tokens") or body.get("max_tokens") or 0
+    count = body.get("max_completion_tokens")
+    return body.get("max_tokens") if count is None else count
 
 
 async def _unless_gone(request: Request, asked: Coroutine[Any, Any, Reply]) -> Reply:

@@ -248,7 +248,9 @@ def _messages(found: Observation) -> list[Message]:
 def _number(name: object, value: object) -> float:
     """Return a number, also one of numpy or torch, and 1 or 0 for a bool."""
     try:
-        number = math.nan if isinstance(value, str) else float(cast("Any", value))
+        number = (
+            math.nan if isinstance(value, str | bytes | bytearray) else float(cast("Any", value))
+        )
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not abs(number) <= LARGEST:

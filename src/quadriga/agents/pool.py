@@ -107,7 +107,7 @@ class Answer:
 
 READY = Answer(-1, "observed")
 """The first message of a process: it has imported the file of the environment."""
-_FORM = TypeAdapter(Answer)
+FORM = TypeAdapter(Answer)
 
 
 def encoded(value: object) -> bytes:
@@ -293,7 +293,7 @@ class EpisodePool:
             readable = select.poll()  # `Connection.poll` makes a selector for each answer
             readable.register(host.process.connection.fileno(), select.POLLIN)
             while host in self._hosts and readable.poll(0):
-                answer = _FORM.validate_json(host.process.connection.recv_bytes(MAX_BYTES))
+                answer = FORM.validate_json(host.process.connection.recv_bytes(MAX_BYTES))
                 episode = self._episodes.get(answer.episode)
                 if answer == READY:
                     self._set_deadlines(host)

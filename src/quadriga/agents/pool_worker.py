@@ -27,7 +27,7 @@ from quadriga.agents.environments import (
     Observation,
     checked,
 )
-from quadriga.agents.pool import MAX_BYTES, READY, Answer, End, Play, digest, encoded
+from quadriga.agents.pool import FORM, MAX_BYTES, READY, Answer, End, Play, digest, encoded
 from quadriga.agents.program import Program, Request
 from quadriga.containment import describe
 from quadriga.errors import InputError
@@ -83,8 +83,10 @@ class Host:
             message = encoded(vars(await self._answered(play, self._class)))
             if len(message) > MAX_BYTES:
                 raise InputError(f"an answer has {len(message)} bytes, at most {MAX_BYTES} may be")
-        except KeyboardInterrupt:
-            raise
+            try:
+                FORM.validate_json(message)  # as the pool reads it
+            except ValueError as error:
+                raise InputError(f"an answer is nested too deeply: {message[:80]!r}") from error
         except BaseException as error:  # code of the user may raise anything
             task = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
@@ -212,7 +214,13 @@ async def _returned(method: Callable[..., Any], *arguments: object) -> Any:
 
 def serve(connection: Connection) -> NoReturn:
     """Host episodes until the pool closes its end."""
-    asyncio.run(Host(connection).serve())
+    loop = asyncio.new_event_loop()
+    serving = loop.create_task(Host(connection).serve())
+    while not serving.done():
+        try:
+            loop.run_until_complete(serving)
+        except (KeyboardInterrupt, SystemExit) as error:  # of a task that code of the user has left
+            _log.warning("a task of an environment has failed: %s", describe(error))
     os._exit(0)  # threads that hang do not hold the process
 
 

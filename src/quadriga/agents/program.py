@@ -83,7 +83,7 @@ class Model:
                 or this is not the event loop of the function.
             ConfigError: a function has no schema, or a schema cannot be used.
         """
-        return (await self._program.ask(messages, tools, max_tokens or 0)).message
+        return (await self._program.ask(messages, tools, max_tokens)).message
 
     @property
     def base_url(self) -> str:
@@ -162,7 +162,7 @@ class Program:
         self,
         messages: Sequence[Message],
         tools: Sequence[Schema | Callable[..., Any]],
-        max_tokens: int = 0,
+        max_tokens: int | None = None,
     ) -> Reply:
         """Ask for the reply to a conversation. Raises as `Model.chat`."""
         own = schemas(tools)
@@ -171,15 +171,18 @@ class Program:
         chat = _named([_checked(message) for message in messages])
         if not chat:
             raise InputError("a conversation needs a message")
-        request = Request(chat, new_context=True, chat=chat, tools=own, max_tokens=max_tokens)
-        return await self._put(request)
+        most = _most(max_tokens)
+        return await self._put(
+            Request(chat, new_context=True, chat=chat, tools=own, max_tokens=most)
+        )
 
-    async def complete(self, text: str, max_tokens: int = 0) -> Reply:
+    async def complete(self, text: str, max_tokens: int | None = None) -> Reply:
         """Ask for what follows a text."""
         if not text:
             raise InputError("a prompt must be a text that is not empty")
         none = [{"role": "user", "content": text}]
-        return await self._put(Request(none, new_context=True, text=text, max_tokens=max_tokens))
+        most = _most(max_tokens)
+        return await self._put(Request(none, new_context=True, text=text, max_tokens=most))
 
     def endpoint(self) -> Endpoint:
         """Return the endpoint of this process, which knows this episode."""
@@ -191,18 +194,16 @@ class Program:
     async def _run(self, row: Mapping[str, object]) -> object:
         try:
             return await self._function(Model(self), row, **self._options)
-        except SystemExit as error:  # it would end the process of all episodes
-            raise InputError(f"the function has called sys.exit({error.code!r:.80})") from error
+        except (SystemExit, KeyboardInterrupt) as error:  # they would end the event loop
+            raise InputError(f"the function has raised {error!r:.80}") from error
 
     async def _put(self, request: Request) -> Reply:
         if self._task is None or self._task.done():
             raise InputError(_ENDED)
-        loop, most = asyncio.get_running_loop(), request.max_tokens
+        loop = asyncio.get_running_loop()
         if loop is not self._task.get_loop():
             text = "model.chat must be awaited in the event loop of the function"
             raise InputError(f"{text}; other threads ask through model.base_url")
-        if not isinstance(most, int) or most < 0:
-            raise InputError(f"max_tokens must be a count, got {most!r:.80}")
         asked = _Asked(request, loop.create_future())
         self._waiting.add(asked)
         self._asked.put_nowait(asked)
@@ -262,6 +263,13 @@ class Program:
 def schemas(tools: Sequence[Schema | Callable[..., Any]]) -> list[Schema]:
     """Return the schemas of tools. Raises `ConfigError` as `Tool`."""
     return [(Tool(print, dict(t)) if isinstance(t, Mapping) else Tool.of(t)).schema for t in tools]
+
+
+def _most(given: object) -> int:
+    """Return how many tokens a reply may have; 0: as the settings say."""
+    if given is not None and (type(given) is not int or given < 1):
+        raise InputError(f"max_tokens must be a count of at least 1, got {given!r:.80}")
+    return given or 0
 
 
 def _checked(message: object) -> Message:

@@ -102,7 +102,7 @@ class ToolEnvironment(ABC):
                 return await _in_thread(lambda: _text(tool.function(**arguments)))
         except TimeoutError:
             return f"error: {call.name} exceeded its deadline of {self.call_timeout_s:g} s", True
-        except (KeyboardInterrupt, asyncio.CancelledError):
+        except asyncio.CancelledError:
             raise
         except BaseException as error:  # a tool may raise anything, also SystemExit
             return f"error: {describe(error)}", True
