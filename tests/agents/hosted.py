@@ -44,8 +44,7 @@ class Environment:
         return Observation(f"{self.row['name']} {self.turns}", reward=0.5, metrics={"seen": 1})
 
 
-async def leaves():
-    sys.exit(3)
+EMPTY = {"role": "user", "content": ""}
 
 
 class Odd(Environment):
@@ -61,12 +60,11 @@ class Odd(Environment):
             task.cancel()
             await task
         if action.text == "leaves a task":
-            self.task = asyncio.create_task(leaves())
+            asyncio.get_running_loop().call_later(0.01, sys.exit, 3)
         if action.text == "slow":
             await asyncio.sleep(0.3)
         if action.text == "block":
             time.sleep(100)
-        nested = json.loads("[" * 300 + "]" * 300)
         return {
             "generator": Observation({"role": "user", "content": word} for word in self.words),
             "large": Done(1e39),
@@ -74,10 +72,10 @@ class Odd(Environment):
             "key": Done(1.0, {("a", 1): 1.0}),
             "own": Done(1.0, {"raised": 1.0}),
             "surrogate": Observation("x\udc80"),
-            "heavy": Observation([{"role": "user", "content": "", "more": "x" * (1 << 23)}]),
+            "heavy": Observation([{**EMPTY, "more": "x" * (1 << 23)}]),
             "none": Done(None),
             "bytes": Done(b"1"),
-            "nested": Observation([{"role": "user", "content": "", "more": nested}]),
+            "nested": Observation([{**EMPTY, "more": json.loads("[" * 300 + "]" * 300)}]),
         }.get(action.text, "fine")
 
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import random
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from quadriga.agents.turns import Turns
 from quadriga.containment import import_file
 from quadriga.models import train_tokenizer
 
+INSTALL = ["-m", "pip", "install", "-qq"]
 FOLDER = Path(__file__).parents[2] / "examples" / "agents"
 
 
@@ -56,8 +56,7 @@ def test_a_model_calls_a_tool_in_a_run():
 
 @pytest.mark.nightly
 def test_a_tool_is_learned():
-    rows = example("calculator").main(20)
-    scores = [row["val/score"] for row in rows if "val/score" in row]
+    scores = [row["val/score"] for row in example("calculator").main(20) if "val/score" in row]
     assert max(scores) > 0.4, "without the tool no answer is right"
 
 
@@ -74,40 +73,30 @@ def test_credit_by_turn_beats_credit_by_game(monkeypatch):
     assert min(turns) > max(games)
 
 
-@pytest.fixture
-def python_with(tmp_path):
-    """A function: the interpreter of a new environment with a package that excludes what Quadriga
-    needs."""
-
-    def make(package: str) -> str:
-        python = str(tmp_path / "own" / "bin" / "python")
-        subprocess.run([sys.executable, "-m", "venv", tmp_path / "own"], check=True)
-        options = shlex.split(os.environ.get("PIP_ARGS", ""))
-        subprocess.run([python, "-m", "pip", "install", "-qq", *options, package], check=True)
-        return python
-
-    return make
+def python_with(folder, package):
+    """Make an environment for a package that excludes what Quadriga needs; return its Python."""
+    python = folder / "bin" / "python"
+    for command in ([sys.executable, "-m", "venv", folder], [python, *INSTALL, package]):
+        subprocess.run(command, check=True)
+    return str(python)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["openai_program", "verifiers_environment"])
-def test_a_program_of_its_own_is_trained(name, python_with, monkeypatch):
+def test_a_program_of_its_own_is_trained(name, tmp_path, monkeypatch):
     if name == "verifiers_environment":
-        monkeypatch.setenv("VERIFIERS_PYTHON", python_with("verifiers==0.4.0"))
+        monkeypatch.setenv("VERIFIERS_PYTHON", python_with(tmp_path, "verifiers==0.4.0"))
     rows = [row for row in example(name).main(2) if "agent/won" in row]
     assert len(rows) == 2 and all(row["agent/turns/mean"] > 1 for row in rows)
     assert all(row["agent/raised"] == 0 and row["agent/contexts"] == 1 for row in rows)
 
 
 @pytest.mark.nightly
-def test_sessions_of_openenv(python_with):
+def test_sessions_of_openenv(tmp_path):
     """Three sessions at once, each of whose seed is to be guessed by counting."""
-    command = [python_with("openenv-core==0.3.0"), FOLDER / "openenv_game.py"]
-    environment = {**os.environ, "PYTHONPATH": str(FOLDER.parents[1] / "src")}
-    out = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    for seed, (first, *wrong, last) in enumerate(json.loads(out.stdout), 1):
-        assert first == ["Observation", "guess", 0.0] and last == ["Done", None, 1.0]
-        assert wrong == [["Observation", f"not {n}", -0.5] for n in range(1, seed)]
-    assert seed == 3
+    command = [python_with(tmp_path, "openenv-core==0.3.0"), FOLDER / "openenv_game.py"]
+    source = {"PYTHONPATH": str(FOLDER.parents[1] / "src")}
+    out = subprocess.check_output(command, env=os.environ | source, timeout=120)
+    first, right = ["Observation", "guess", 0.0], ["Done", None, 1.0]
+    wrong = [["Observation", f"not {n}", -0.5] for n in (1, 2)]
+    assert json.loads(out) == [[first, *wrong[:n], right] for n in range(3)]

@@ -96,15 +96,14 @@ def test_training_takes_the_experts_of_the_engine(tmp_path, engine, run):
         (folder / "game.py").write_text(GAME)
 
         def model(base):
-            vocabulary = len(AutoTokenizer.from_pretrained(base))
+            more = {"vocab_size": len(AutoTokenizer.from_pretrained(base))}
             for file in base.glob("*.safetensors"):
                 file.unlink()
-            more = {"initializer_range": 0.2, "max_position_embeddings": 256}
-            write_mixture(base, vocab_size=vocabulary, **more)
+            write_mixture(base, initializer_range=0.2, max_position_embeddings=256, **more)
 
-        given = [] if "turns" in run else [varying_reward(folder)]
-        given += [f"{ROLLOUT}.replay_routes={replay}"]
-        given += [f"{ROLLOUT}.dtype=bfloat16", "trainer.total_training_steps=2"]
+        given = [f"{ROLLOUT}.replay_routes={replay}", f"{ROLLOUT}.dtype=bfloat16"]
+        given += ["trainer.total_training_steps=2"]
+        given += [] if "turns" in run else [varying_reward(folder)]
         given += [setting.format(folder=folder) for setting in RUNS[run]]
         rows = rows_of_run(folder, engine, *given, model=model)
         # Weights of an earlier step explain a difference, so the first step alone has none.

@@ -20,7 +20,6 @@ from training_step import train_once
 
 OPTIONS = {"vllm": {"kv_cache_mb": 64}, "sglang": {}}
 STEPS = 5
-EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = [
     pytest.mark.skipif(not ENGINES, reason="no engine is installed; see make engines"),
@@ -191,7 +190,7 @@ def episodes_of(tmp_path, engine):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_model_calls_a_tool(engine):
     """The example of a calculator, in a short form."""
-    calculator = import_file(EXAMPLES / "agents" / "calculator.py", "example")
+    calculator = import_file(Path(__file__).parents[2] / "examples/agents/calculator.py", "example")
     *_, row = calculator.main(1, engine=engine, warm_steps=50)
     assert row["agent/tool_calls"] > row["agent/tool_errors"] >= 0
 
