@@ -85,7 +85,7 @@ def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_override
     first = metrics_of_run([*common, *apart, STEPS])
     run = f"trainer.default_local_dir={tmp_path / 'again'}"
     replay = [run, f"trainer.replay_order={tmp_path / 'run'}"]
-    again = metrics_of_run([*common, *replay, STEPS])
+    again = metrics_of_run([*common, *apart, *replay, STEPS])
     assert of_tokens(again) == of_tokens(first)
     assert_equal_tensors(tmp_path / "again/model", tmp_path / "run/model")
     tracks = {

@@ -66,7 +66,7 @@ class ToolEnvironment(ABC):
         """Run the calls of a turn, or end the episode if it has none."""
         calls, problem = tool_calls.parse_calls(action.text, self._format)
         if not calls and problem is None:
-            found = self.reward(action.text)
+            found = await asyncio.to_thread(self.reward, action.text)
             reward = await found if inspect.isawaitable(found) else found
             return Done(reward, {"tool_calls": 0.0, "tool_errors": 0.0})
         if len(calls) > _MAX_CALLS:

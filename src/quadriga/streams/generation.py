@@ -280,9 +280,11 @@ class SlicedGeneration:
             self._calls[future] = _Call(replica, ended, self.synced, members, begun, padding)
 
     def repeat(self, rows: Sequence[tuple[int, int]]) -> list[PromptGroup] | None:
-        """Make the call of another run, on one replica: the same rows in the same order. Return the
-        groups that it has completed; None: this run does not have these rows to call."""
-        (replica,) = self.replicas.working
+        """Make the call of another run on the first replica: the same rows in the same order.
+
+        Return the groups that it has completed; None: this run does not have these rows to call.
+        """
+        replica, *_ = self.replicas.working
         numbers = dict.fromkeys(number for number, _ in rows)
         waiting = {group.number: group for group in self.queue.waiting}
         begun, new = self._pop(numbers), [waiting[n] for n in numbers if n in waiting]
