@@ -166,9 +166,7 @@ def test_what_reset_returns_is_in_the_prompt(train_overrides, game, batches, tmp
     text = GAME.replace("self.limit =", "self.limit = 3 or")
     text += '\n    def reset(self, row):\n        self.limit = 9\n        return "Now."\n'
     (tmp_path / "game.py").write_text(text)
-    # The last token of each observation may be one that ends a turn.
-    stop = "actor_rollout_ref.rollout.sampling.stop_token_ids=[4]"  # <|assistant|>
-    config = load_config(TrainConfig, [*train_overrides, *game, "agent.reset_tokens=24", stop])
+    config = load_config(TrainConfig, [*train_overrides, *game, "agent.reset_tokens=24"])
     run_training(config)
     turns = Turns(tokenizer_of(config.actor_rollout_ref.model))
     batch = batches[0]
