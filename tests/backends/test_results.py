@@ -1,6 +1,5 @@
 """Results with large fields: which process owns them, and that every kind of batch is complete."""
 
-import collections
 import gc
 import pickle
 import time
@@ -56,46 +55,6 @@ def test_a_future_that_has_arrived_is_split_as_its_batch(cases, monkeypatch):
 def test_bytes_that_a_method_returns_are_not_read_as_a_message(cases, kind):
     data = pickle.dumps({"code": "of the user"})
     assert [bytes(value) for value in cases.run(lambda: kind(data))] == [data] * 2
-
-
-class ReadOnlyDict(dict):
-    def __setitem__(self, key, value):
-        raise TypeError("read only")
-
-
-class ReadOnlyOrdered(collections.OrderedDict):
-    __setitem__ = ReadOnlyDict.__setitem__
-
-
-class ReadOnlyList(list):
-    def append(self, value):
-        raise TypeError("read only")
-
-    extend = append
-
-
-def read_only(kind):
-    """Return a read-only container with an attribute."""
-    made = kind.__new__(kind)
-    if isinstance(made, list):
-        list.extend(made, [[1], 2])
-    for key in () if isinstance(made, list) else ("b", "a"):
-        kind.__mro__[1].__setitem__(made, key, [1])
-    made.name = "n"
-    return made
-
-
-@pytest.mark.parametrize("kind", [ReadOnlyDict, ReadOnlyOrdered, ReadOnlyList])
-def test_read_only_containers_are_sent(cases, kind):
-    value = read_only(kind)
-    batch = DataProto(meta_info={"m": value})
-    for found in (
-        cases.same({"k": value})[0]["k"],
-        cases.run(read_only, kind)[0],
-        cases.same(batch)[0].meta_info["m"],
-    ):
-        assert type(found) is kind and found == value and found.name == "n"
-        assert next(iter(found)) == next(iter(value)) and found is not value
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, GeneratorExit, BaseException])

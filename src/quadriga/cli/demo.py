@@ -12,7 +12,9 @@ import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from rich.console import Console
 
 from quadriga.cli.make_data import run_make_data
 from quadriga.config.commands import ArithmeticDataConfig, DemoConfig, SFTConfig
@@ -25,9 +27,6 @@ from quadriga.trainer.checks.settings import check_fine_tuning_settings, check_t
 from quadriga.trainer.fine_tuning import run_sft
 from quadriga.trainer.main import run_training
 from quadriga.trainer.preflight import check_engines
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 WITHOUT_CRITIC = ("algorithm.filter_groups.enable=true",)
 WITH_CRITIC = ("critic.optim.lr=5e-4", "algorithm.lam=0.95")

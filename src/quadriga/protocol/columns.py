@@ -31,7 +31,6 @@ from quadriga.protocol.storage import (
     LocalHandle,
     Origin,
     Plan,
-    Refilled,
     RowMap,
     RowSelection,
     Shard,
@@ -40,7 +39,6 @@ from quadriga.protocol.storage import (
     cut_rows,
     fetch_many,
     importable_spec,
-    is_read_only,
     is_row_handle,
     is_transport_pickling,
     snapshot,
@@ -443,8 +441,6 @@ class _RowPickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> TensorReduction:
         if isinstance(obj, Tensor):
             return EncodedTensor.decode, (encode_tensor(obj, private=False),)
-        if is_read_only(obj) and _is_importable(type(obj).__module__):
-            return Refilled(obj).__reduce__()
         if any(isinstance(obj, transport.types) for transport in transports):
             raise _NeedsTransport
         owner = obj if isinstance(obj, type) or callable(obj) else type(obj)
@@ -474,7 +470,7 @@ def encode_leaf(value: StoredValue, private: bool = False) -> StoredValue:
     if isinstance(value, Tensor) or (isinstance(value, TensorDictBase) and value.batch_dims):
         return encode_tensor(value, private)
     if not private:
-        return Refilled(value) if is_read_only(value) else value
+        return value
     try:
         copied = snapshot(value)
     except Exception:  # a lock, an open file: sender and receiver share the object

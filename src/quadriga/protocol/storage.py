@@ -214,40 +214,7 @@ def snapshot(value: StoredValue) -> StoredValue:
         return tuple([snapshot(v) for v in value])
     if type(value) is dict:
         return {k: snapshot(v) for k, v in value.items()}
-    return copy.deepcopy(Refilled(value) if is_read_only(value) else value)
-
-
-def is_read_only(value: object) -> TypeGuard[dict[Any, Any] | list[Any]]:
-    """Return whether this is a dict or list whose class refuses the items that pickle adds."""
-    if type(value) in (dict, list) or not isinstance(value, dict | list):
-        return False
-    try:
-        copy.copy(value)
-    except Exception:  # what its methods raise
-        return True
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class Refilled:
-    """Is pickled or copied in place of a read-only dict or list, whose copy it becomes."""
-
-    container: dict[Any, Any] | list[Any]
-
-    def __reduce__(self) -> tuple[Any, ...]:  # as the class of the container returns it
-        reduced = (*self.container.__reduce_ex__(5), None, None, None)
-        make, args, state, items, pairs = reduced[:5]
-        return _filled, (make, args, list(items or ()), list(pairs or ())), state
-
-
-def _filled(make: Any, args: Any, items: list[object], pairs: list[Any]) -> object:
-    container = make(*args)
-    add = OrderedDict if isinstance(container, OrderedDict) else dict
-    for key, value in pairs:
-        add.__setitem__(container, key, value)
-    if items:
-        list.extend(container, items)
-    return container
+    return copy.deepcopy(value)
 
 
 class InProcessStore:

@@ -19,7 +19,7 @@ import uuid
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, cast
+from typing import Any, Generic, ParamSpec, Self, TypeVar, cast
 
 from quadriga.errors import (
     DispatchError,
@@ -30,6 +30,7 @@ from quadriga.errors import (
     WorkerMethodError,
     nearest_name,
 )
+from quadriga.protocol import DataProtoFuture
 from quadriga.single_controller.backend import (
     Mesh,
     RankSet,
@@ -53,6 +54,7 @@ from quadriga.single_controller.dispatch import (
     check_mesh,
     unpack_results,
 )
+from quadriga.single_controller.keepers import Keeper
 from quadriga.single_controller.modes import Dispatch, DispatchMode, Execute
 from quadriga.single_controller.rank_layout import GroupLayout
 from quadriga.single_controller.streams import joined_items
@@ -63,10 +65,6 @@ from quadriga.single_controller.worker import (
     reraise_in_property,
     roles_of,
 )
-
-if TYPE_CHECKING:
-    from quadriga.protocol import DataProtoFuture
-    from quadriga.single_controller.keepers import Keeper
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from quadriga.algorithms.user_files import load_user_file
 from quadriga.checkpoint.remote import check_remote_folder
@@ -23,6 +22,7 @@ from quadriga.observability.callbacks import callback_file
 from quadriga.observability.run_folder import RunFolder
 from quadriga.rewards.manager import parts_of
 from quadriga.rollout import check_adapters, rollout_of
+from quadriga.single_controller import Worker
 from quadriga.trainer.checkpoints import AnyRun, read_resumed, seconds_left
 from quadriga.trainer.checks import settings
 from quadriga.trainer.checks.data import check_images_supported
@@ -36,9 +36,6 @@ from quadriga.trainer.roles.workers import (
     settings_for_classes,
     settings_of_pools,
 )
-
-if TYPE_CHECKING:
-    from quadriga.single_controller import Worker
 
 
 def check_train_config(

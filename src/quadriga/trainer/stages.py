@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, Protocol, cast
+from typing import Concatenate, Literal, ParamSpec, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +56,7 @@ from quadriga.protocol import (
 )
 from quadriga.protocol.contents import shape_and_dtype
 from quadriga.rewards.functions import FAILURES
+from quadriga.single_controller import WorkerGroup
 from quadriga.streams.playing import EpisodeGenerator
 from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES
 from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_mismatch
@@ -63,9 +64,6 @@ from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.workers.method_fields import COMPUTE_RM_SCORE, GENERATE_SEQUENCES
 from quadriga.workers.roles import GeneratingGroup, GroupMethod, RewardModelGroup
 from quadriga.workers.updates import importance_weights, mask_with_advantage
-
-if TYPE_CHECKING:
-    from quadriga.single_controller import WorkerGroup
 
 ArgumentsP = ParamSpec("ArgumentsP")
 Stage = Callable[Concatenate[DataProto, ArgumentsP], StageResult]

@@ -7,23 +7,19 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
+from quadriga.data import PromptLoader
 from quadriga.errors import DataError
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards.manager import RewardManager
 from quadriga.streams.playing import EpisodeGenerator
 from quadriga.trainer import stages
-from quadriga.trainer.record import Metrics
+from quadriga.trainer.record import Metrics, RunRecord
 from quadriga.trainer.stages import BatchReward, StageRunner
-
-if TYPE_CHECKING:
-    from quadriga.data import PromptLoader
-    from quadriga.trainer.record import RunRecord
-    from quadriga.workers.roles import GeneratingGroup
+from quadriga.workers.roles import GeneratingGroup
 
 CORE, OTHER = "val-core", "val-aux"
 """Beginnings of the metrics of a data source, as verl names them: those of all n responses to a

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
+
+from torch import Tensor
 
 from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig, ModelConfig, SamplingConfig
-from quadriga.engines.base import ENTROPY, LOG_PROBS
+from quadriga.engines.base import ENTROPY, LOG_PROBS, Outputs, TrainEngine
 from quadriga.errors import ConfigError, FieldError, WorkerError
+from quadriga.models.images import MultiModalRows
 from quadriga.parallel.device import used_memory
 from quadriga.parallel.distributed import local_device
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import loads_adapters, rollout_of
+from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.weight_sync.sync import PolicyWeights
 from quadriga.workers import method_fields
@@ -31,13 +35,6 @@ from quadriga.workers.runtime import (
     register_engine_ranks,
     register_groups,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from quadriga.engines.base import Outputs, TrainEngine
-    from quadriga.models.images import MultiModalRows
-    from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
 
 Use = Literal["actor", "rollout", "ref"]
 _ON_ACTOR = make_nd_compute_dataproto_dispatch_fn("actor")

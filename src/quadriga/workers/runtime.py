@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
+from quadriga.checkpoint.files import SavedFile
 from quadriga.checkpoint.snapshots import receive_state, send_state
 from quadriga.checkpoint.writer import RankWriter, write_files
 from quadriga.config.commands import RMConfig
@@ -21,7 +22,7 @@ from quadriga.config.schema import (
     RolloutCorrectionConfig,
 )
 from quadriga.engines import kind_of
-from quadriga.engines.base import VALUES
+from quadriga.engines.base import VALUES, HeadKind, TrainEngine
 from quadriga.errors import ConfigError, QuadrigaError, WorkerError
 from quadriga.protocol import DataProto, fields
 from quadriga.single_controller import (
@@ -32,14 +33,10 @@ from quadriga.single_controller import (
     register,
 )
 from quadriga.single_controller.environment import LOCAL_PORT
+from quadriga.single_controller.keepers import Keeper
 from quadriga.workers.method_fields import COMPUTE_VALUES, UPDATE_CRITIC
 
 ConfigT = TypeVar("ConfigT", bound=CriticConfig | RewardModelConfig | RMConfig)
-
-if TYPE_CHECKING:
-    from quadriga.checkpoint.files import SavedFile
-    from quadriga.engines.base import HeadKind, TrainEngine
-    from quadriga.single_controller.keepers import Keeper
 
 
 @dataclass(frozen=True)

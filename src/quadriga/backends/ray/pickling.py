@@ -23,7 +23,7 @@ import ray
 from ray import cloudpickle
 
 from quadriga.errors import DispatchError
-from quadriga.protocol.storage import Refilled, Transport, importable_spec, is_read_only, transports
+from quadriga.protocol.storage import Transport, importable_spec, transports
 from quadriga.single_controller.dispatch import Call, SharedArgument
 from quadriga.single_controller.rank_host import private
 
@@ -153,8 +153,6 @@ class _CallPickler(cloudpickle.Pickler):
             return _reference, (len(self.refs) - 1,)
         if isinstance(value, np.ndarray) and not value.flags.writeable:
             return value.copy().__reduce_ex__(5)  # the rank may write into it
-        if is_read_only(value):
-            return Refilled(value).__reduce__()
         return super().reducer_override(value)  # type: ignore[no-untyped-call]  # cloudpickle
 
 

@@ -60,17 +60,14 @@ from quadriga.errors import ConfigError, LostObjectError
 from quadriga.protocol.storage import (
     Handle,
     Ints,
-    Refilled,
     RowRequest,
     Stored,
     Transport,
     current_store,
     cut,
-    is_read_only,
     payload_bytes,
     traffic,
     transports,
-    walk,
 )
 
 if TYPE_CHECKING:
@@ -423,7 +420,6 @@ class ResultStore:
 
         Returns of fields that this result does not fill are None.
         """
-        value = walk(value, lambda leaf: Refilled(leaf) if is_read_only(leaf) else leaf)
         if not self._fields:
             plain = is_plain_batch(value)
             return pickle.dumps(value) if plain else pickled_if_bytes(value), *[None] * count

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +36,8 @@ from quadriga.config.role_ranks import (
     role_pools,
     trainer_settings,
 )
-from quadriga.data.conversations import PairLengths
+from quadriga.data import PromptDataset
+from quadriga.data.conversations import ConversationLengths, PairLengths
 from quadriga.engines import engine_memory, kind_of
 from quadriga.engines.memory import Rows, TrainingUse
 from quadriga.errors import ConfigError
@@ -51,10 +51,6 @@ from quadriga.trainer.checks.settings import RoleEngine, fine_tuning_engine, rol
 from quadriga.trainer.roles.needs import needs_reference, reads_ref_log_prob, uses_of_run
 from quadriga.trainer.roles.workers import takes_old_log_probs_from_update
 from quadriga.workers.updates import entropy_use
-
-if TYPE_CHECKING:
-    from quadriga.data import PromptDataset
-    from quadriga.data.conversations import ConversationLengths
 
 GIB = 2**30
 PROCESS_BYTES = {"cpu": GIB // 2, "accelerator": CONTEXT_BYTES}
