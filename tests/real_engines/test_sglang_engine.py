@@ -95,6 +95,7 @@ def test_greedy_responses_equal_those_of_hf_before_and_after_updates(tmp_path, n
             for target in (hf, engine):
                 target.update_weights(weights.items(), version)
             check_agreement(engine, hf)
+        assert {*engine.moved} == {"handles"}
         cached, read = [], read_sample
 
         def recorded(entry, *args, **more):

@@ -104,6 +104,12 @@ def noise(engine, seed=0):
     return {name: torch.rand(shape, generator=random) for name, shape in shapes.items()}
 
 
+def test_weights_go_by_handles_where_the_setting_asks_for_it(start):
+    engine = start(weight_handles=True)
+    engine.update_weights(noise(engine).items(), 4)
+    assert {*engine.moved} == {"handles"}
+
+
 def test_requests_weights_and_memory(start):
     before = children()
     engine = start()
@@ -114,7 +120,7 @@ def test_requests_weights_and_memory(start):
     assert out.weight_versions.tolist() == [-1] * 5
     new = noise(engine)
     engine.update_weights(new.items(), 4)
-    assert engine.version == 4
+    assert engine.version == 4 and {*engine.moved} == {"pipe"}
     shift = float(new[NORM].mean())
     assert generate(engine).rollout_log_probs[0].tolist() == pytest.approx(
         [-1 + shift, -2 + shift, -3 + shift]

@@ -71,8 +71,8 @@ def metrics_of_run(overrides: list[str]) -> list[dict[str, float]]:
 
 
 def timeless(rows: list[dict[str, float]]) -> list[dict[str, float]]:
-    """Return the metrics that do not depend on time."""
-    clocks = ("time/", "perf/", "progress/")
+    """Return the metrics that depend neither on time nor on the way of the weights."""
+    clocks = ("time/", "perf/", "progress/", "weight_sync/")
     return [{k: v for k, v in row.items() if not k.startswith(clocks)} for row in rows]
 
 

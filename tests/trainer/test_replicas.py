@@ -290,7 +290,10 @@ class TestRuns:
         self, run, tiny_task, tmp_path
     ):
         together = metrics_of_run([*two_steps(tiny_task, tmp_path / "one")])
-        assert timeless(run(*APART)) == timeless(together)
+        rows, path = run(*APART), "weight_sync/bytes_"
+        assert timeless(rows) == timeless(together)
+        # The tensors of the actor here, and two copies in the store there.
+        assert rows[-1][path + "store"] == 2 * together[-1][path + "in_place"]
 
     def test_a_replica_that_dies_between_calls_is_replaced_with_the_right_weights(
         self, train_overrides

@@ -33,6 +33,7 @@ def together(tiny_task, tmp_path_factory):
 def test_two_pools_of_two_roles_compute_the_same_numbers(run, together) -> None:
     rows = run(*GAE, *ROLLOUT_APART, "placement.critic=[0]", "placement.ref=[1]")
     assert timeless(rows) == together
+    assert rows[1]["weight_sync/bytes_store"] == rows[-1]["weight_sync/bytes_store"] > 1e4
 
 
 @pytest.mark.nightly
@@ -55,6 +56,8 @@ def test_two_ranks_train_and_one_generates(run, together, transport) -> None:
     # The first step samples with the weights of the folder; two ranks sum in another order.
     assert rows[1]["reward/mean"] == together[1]["reward/mean"]
     assert rows[-1]["actor/loss"] == pytest.approx(together[-1]["actor/loss"], abs=1e-3)
+    path = {"auto": "store", "collective": "group"}[transport]
+    assert [n for n in rows[-1] if n.startswith("weight_")] == [f"weight_sync/bytes_{path}"]
 
 
 @pytest.mark.nightly

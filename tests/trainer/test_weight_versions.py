@@ -14,11 +14,7 @@ COPY = ("actor_rollout_ref.rollout.share_weights=false",)
 @pytest.mark.parametrize("more", [COPY, APART], ids=["in one process", "apart"])
 def test_responses_after_an_update_without_a_sync_end_the_run(run, monkeypatch, more) -> None:
     synced = []
-
-    def sync_once(groups, *_):
-        synced.append(groups)
-
-    monkeypatch.setattr(PPOGroups, "sync_weights", sync_once)
+    monkeypatch.setattr(PPOGroups, "sync_weights", lambda groups, *_: synced.append(groups) or {})
     with pytest.raises(RolloutOutputError, match=r"by weights of version 1, .* has version 2") as e:
         run(*more)
     assert len(synced) == 1  # the first step ended: its responses are of the version of the start

@@ -1,5 +1,6 @@
 """Weights in buckets: what is sent is what arrives, and every mistake is named."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from quadriga.errors import RolloutError, WorkerError
 from quadriga.rollout import build_rollout
 from quadriga.rollout.base import SamplingParams
 from quadriga.rollout.guard import GuardedRollout
-from quadriga.weight_sync.remote import WeightReceiver, WeightSender
+from quadriga.weight_sync.remote import JoinedReceiver, JoinedSender, WeightReceiver, WeightSender
 from quadriga.weight_sync.transport import needs_of
 
 
@@ -57,10 +58,22 @@ BEHIND_BYTES = {"flag": torch.tensor([True]), "one element": torch.randn(12)[::6
 @pytest.mark.parametrize("limit", [32, 64, 200, 4096, 1 << 20])
 @pytest.mark.parametrize("sent", [weights(), BEHIND_BYTES])
 def test_every_weight_arrives_bit_for_bit(sent, limit):
-    target = Target(sent)
-    assert delivered(rounds(sent, target, limit), target) == target.version == 7
+    guard = GuardedRollout(target := Target(sent))
+    assert delivered(rounds(sent, target, limit), guard) == target.version == 7
+    assert guard.moved == {"store": sum(weight.nbytes for weight in sent.values())}
     for name, weight in sent.items():
         assert torch.equal(weight, target.weights[name]), name
+
+
+def test_a_joined_group_brings_every_weight_once():
+    guard = GuardedRollout(target := Target(weights()))
+    sender = JoinedSender(Source(weights()), bucket_bytes=200, device="cpu")
+    ticket = sender.offer([needs_of(guard)], 3)
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(sender.send, ticket)
+        assert JoinedReceiver(guard, device="cpu").receive(ticket) == target.version == 3
+        sending.result()
+    assert guard.moved == {"group": sum(weight.nbytes for weight in weights().values())}
 
 
 def test_staged_weights_are_copied_to_an_engine_that_does_not_share_them():

@@ -152,6 +152,8 @@ METRICS: dict[str, MetricInfo] = {
     "memory/trainer_mode_after": _I(
         "GiB", "in use when the rollout has released its memory and training has its own", "max"
     ),
+    # To the rollout, over all of its ranks. The page of the weight sync names the paths
+    "weight_sync/bytes_*": _I("bytes", "of weights that a sync moved by this path", "sum"),
     # Time and speed
     "time/written": _I("s", "from a checkpoint to its commit, beside the steps"),
     "time/reward": _I("s", "scoring, beside the passes of roles", "sum"),

@@ -33,6 +33,7 @@ unblocked by  the engine's answer, its error, or the deadline. After a deadline 
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from typing import Concatenate, ParamSpec, TypeVar
@@ -118,6 +119,10 @@ class GuardedRollout(RolloutEngine):
         self._noise: float | None = None  # mean difference of scores in the first sync
         self._before: tuple[int, Tensor] | None = None  # version and scores before that sync
         self._received: dict[str, int] = {}
+        # An engine with processes of its own counts what it passes on to them.
+        self.moved: Counter[str] = vars(engine).get("moved", Counter())
+        """Path -> bytes of the last weight sync: `in_place`, `local`, `group`, `store`, and to
+        processes of the engine `handles`, `pipe`. See `docs/concepts/weight_sync.md`."""
         self.staged_digests: Mapping[int, int] = {}
         """Address of a tensor that the engine may have taken as its weight → its digest."""
         self._stream_error: BaseException | None = None  # the last error of a stream of weights

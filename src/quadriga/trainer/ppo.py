@@ -231,7 +231,7 @@ class RayPPOTrainer:
                         with record.span("update_actor"):
                             batch = runner.update(actor.update_actor, batch)
                         with record.span("sync_weights"), self.paused("sync") as applying:
-                            groups.sync_weights(applying)
+                            record.add(groups.sync_weights(applying))
 
                 self.end_step(groups, batch, validator, record)
             actor.export_hf(str(record.folder.model))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from quadriga.backends import get_backend, profiler_options
 from quadriga.config.role_ranks import has_reward_model
@@ -62,6 +63,9 @@ if TYPE_CHECKING:
 
 ACTOR_VERSION = "actor_weight_version"
 """The method of the policy's worker that returns the version of the actor's weights."""
+
+WEIGHT_BYTES = "weight_bytes"
+"""The method of the policy's worker that returns the bytes of the last weight sync by path."""
 
 CLOSE_ROLLOUT = "close_rollout"
 """The method of the policy's worker that ends its rollout engine."""
@@ -261,9 +265,9 @@ class PPOGroups(StartedGroups):
             return self.rollout
         return VersionedRollout(self.rollout, self.actor_version)
 
-    def sync_weights(self, applying: Applying | None = None) -> None:
+    def sync_weights(self, applying: Applying | None = None) -> dict[str, float]:
         """Copy the actor's weights to the rollout, and check that all of them arrived. `applying`:
-        the replicas generate meanwhile (`ReplicaLink.sync`).
+        the replicas generate meanwhile (`ReplicaLink.sync`). Return the bytes by path, as metrics.
 
         Raises:
             WorkerError: names the weights that are missing or differ.
@@ -274,6 +278,14 @@ class PPOGroups(StartedGroups):
             self.link.sync(applying)
         else:
             self.link.sync()
+        replicas, found = self.replicas, Counter[str]()
+        # a worker class without the base classes of the package may have no such method
+        if all(hasattr(replica.group, WEIGHT_BYTES) for replica in replicas.working):
+            calls = replicas.submit(lambda group: getattr(group, WEIGHT_BYTES).submit())
+            for per_rank in replicas.collect(calls):
+                for counts in cast("list[Counter[str]]", per_rank):
+                    found.update(counts)
+        return dict(found)
 
     @property
     def saved(self) -> dict[str, roles.TrainedGroup | WorkerGroup]:

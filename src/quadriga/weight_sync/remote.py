@@ -172,6 +172,7 @@ class WeightReceiver:
             # The first round of a sync. If an earlier sync failed, nothing of it counts.
             self._version = headers[0].version
             self._forget()
+            self._target.moved.clear()
         if not stage:
             self._target.begin_sync(headers[0].version)
         for sender, header in enumerate(headers):
@@ -245,6 +246,7 @@ class WeightReceiver:
         """Write the boxes of a bucket; yield the weights that they complete."""
         assert self._weights is not None
         start = 0
+        self._target.moved["store"] += flat.nbytes
         for transfer in header.transfers:
             name, stop = transfer.weight, start + transfer.num_bytes
             weight = self._weights.layout.weights[name]
@@ -364,8 +366,10 @@ class JoinedReceiver(_Joined):
         """
         weights, version = ticket.weights, ticket.version
         self._target.begin_sync(version)
-        received = self._run(ticket, ticket.senders + rank(), None).run(ticket.bucket_bytes)
-        stream = weights.with_tied(received)
+        self._target.moved.clear()
+        joined = self._run(ticket, ticket.senders + rank(), None)
+        joined.moved = self._target.moved
+        stream = weights.with_tied(joined.run(ticket.bucket_bytes))
         self._target.update_weights(stream, version)
         for _ in stream:  # an engine need not read to the end
             pass

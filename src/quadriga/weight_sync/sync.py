@@ -65,9 +65,9 @@ class WeightSync:
         self._device = local_device(device)
         self._plan: Plan | None = None
 
-    def run(self, version: int) -> int:
+    def run(self, version: int) -> Mapping[str, int]:
         """Copy every weight, then compare digests, and scores of probe tokens if the rollout engine
-        does not expose its weights. Return the bytes that this rank received from others.
+        does not expose its weights. Return `GuardedRollout.moved`, the bytes by path.
 
         If the target holds a weight in another dtype, the weight is rounded to that dtype before
         its digest is taken and before it is sent.
@@ -82,19 +82,22 @@ class WeightSync:
         held = dict(enumerate(gather_over_ranks(boxes)))
         current = self._plan = plan_to(held, weights, self._plan)
         self._target.begin_sync(version)
+        self._target.moved.clear()
         group = dist.group.WORLD if current.link_bytes else None
+        form: UpdateForm = "parts" if boxes else "whole"
+        # Without transfers between ranks, what is received are the tensors of the source.
+        if self._in_place and self._target.engine.shares_weights and not current.link_bytes:
+            form = "shared"
         with self._source.reader(needs, weights) as reader:
-            transport = Transport(current, rank(), reader, group, self._device)
+            transport = Transport(current, rank(), reader, group, self._device, self._target.moved)
             received = weights.with_tied(transport.run(self._bucket_bytes))
-            form: UpdateForm = "parts" if boxes else "whole"
-            # Without transfers between ranks, what is received are the tensors of the source.
-            if self._in_place and self._target.engine.shares_weights and not current.link_bytes:
-                form = "shared"
             self._target.update_weights(received, version, form)
+        if form == "shared":
+            self._target.moved["in_place"] = self._target.moved.pop("local", 0)
         sent = weights.digests(self._sum_over_ranks(reader.shares))
         scores = trained_scores(self._source.engine, needs.probe, version)
         self._target.end_sync(sent, scores)
-        return transport.received
+        return dict(self._target.moved)
 
     def _sum_over_ranks(self, shares: Mapping[str, int]) -> dict[str, int]:
         """Return the sums over ranks, which wrap around as the digest does, in one collective."""
@@ -207,6 +210,12 @@ class PolicyWeights(Worker):
         """
         self.weight_version = self._receiver.finish()
         return self.weight_version
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_bytes(self) -> dict[str, float]:
+        """Return the bytes that the last weight sync moved to this rank's rollout, as metrics."""
+        moved = guarded(self._rollout()).moved
+        return {f"weight_sync/bytes_{path}": count for path, count in moved.items()}
 
     def _count_version(self) -> None:
         self.weight_version += 1

@@ -17,6 +17,7 @@ plan, in order.
 from __future__ import annotations
 
 import socket
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
@@ -509,9 +510,7 @@ class Transport:
         group: rank r of the plan is rank r of it; None: no transfers between processes.
         device: of the tensors that are made, and of the buffers of the group: the CPU for gloo,
             the accelerator for NCCL.
-
-    Attributes:
-        received: bytes from other processes.
+        moved: the bytes that the rank takes are added here, as in `GuardedRollout.moved`.
     """
 
     plan: Plan
@@ -519,7 +518,7 @@ class Transport:
     read: SourceReader | None
     group: Collectives | None
     device: torch.device
-    received: int = field(default=0, init=False)
+    moved: Counter[str] = field(default_factory=Counter)
 
     def run(self, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
         """Execute the plan; yield (name, tensor) of each target tensor when it is complete.
@@ -561,6 +560,7 @@ class Transport:
         """Pack what this rank sends; yield what it completes with its own weights."""
         for transfer, values in () if self.read is None else self.read.parts(current):
             if transfer.is_local:
+                self.moved["local"] += transfer.num_bytes
                 yield from self._write(transfer, values)
             else:
                 assert outgoing is not None, "a transfer between processes needs a group"
@@ -568,7 +568,7 @@ class Transport:
 
     def _receive(self, sent: _Exchange | None) -> Iterator[tuple[str, Tensor]]:
         for transfer, flat in sent.receive() if sent is not None else ():
-            self.received += transfer.num_bytes
+            self.moved["group"] += transfer.num_bytes
             yield from self._write(transfer, flat.view(shape_of(transfer.box)))
 
     def _write(self, transfer: Transfer, values: Tensor) -> Iterator[tuple[str, Tensor]]:

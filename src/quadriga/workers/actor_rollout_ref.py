@@ -344,6 +344,11 @@ class InFlightWorker(ActorRolloutRefWorker):
         """
         self._receiver.receive(parts, stage=True)
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, beside=True)
+    def weight_bytes(self) -> dict[str, float]:
+        """See `PolicyWeights.weight_bytes`. It waits for no generation."""
+        return super().weight_bytes()
+
 
 class SFTWorker(ActorRolloutRefWorker):
     """An actor that takes supervised steps, with a rollout if responses are validated."""

@@ -3,6 +3,7 @@
 import contextlib
 import json
 from base64 import b64decode, b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -93,6 +94,7 @@ class SGLangRollout(RolloutEngine):
         self._request_rows = min(self._options.request_rows, rows)
         self._at_once = min(rows // self._request_rows, _MOST_THREADS)
         self._received: dict[str, int] = {}
+        self.moved: Counter[str] = Counter()  # see `GuardedRollout.moved`
         self._released: frozenset[str] = frozenset()  # kinds of device memory
         self._device = place
         given = self._options.weight_handles
@@ -252,6 +254,7 @@ class SGLangRollout(RolloutEngine):
             with self._at_the_end("/end_weight_update"):
                 while part is not None:
                     self._load("flattened_bucket", part.pickles)
+                    self.moved["handles" if self._handles else "pipe"] += part.data.nbytes
                     sent.update(part.digests)
                     part = next(parts, None)
             body: Body = {"new_version": str(version), "abort_all_requests": False}
