@@ -25,11 +25,11 @@ def by_name(weights):
     return {weight.name: weight for weight in weights}
 
 
-def replicated_layout(weights, ranks, tied=None):
+def replicated_layout(weights, ranks):
     """The layout in which each rank has every weight, whole and under its own name."""
     known = by_name(weights)
     tensors = tuple(stored_box(weight.name, whole(weight.shape)) for weight in known.values())
-    return Layout(known, dict.fromkeys(ranks, tensors), tied or {})
+    return Layout(known, dict.fromkeys(ranks, tensors))
 
 
 def sharded(layout, shards):
@@ -129,20 +129,17 @@ def degrees(draw, layers, *, experts=False, world=16):
 def layouts(draw, weights, layers, tied, *, world=16):
     experts = "0.0.gate" in weights
     kind = draw(st.sampled_from(["replicated", "fsdp", "plain", "megatron", "vllm"]))
-    names = {"head": "embed"} if tied else {}
     if kind == "replicated":
-        return replicated_layout(weights.values(), range(draw(st.integers(1, 4))), names)
+        return replicated_layout(weights.values(), range(draw(st.integers(1, 4))))
     if kind == "fsdp":
         shards = draw(st.integers(1, 8))
-        copies = replicated_layout(
-            weights.values(), range(draw(st.integers(1, 16 // shards))), names
-        )
+        copies = replicated_layout(weights.values(), range(draw(st.integers(1, 16 // shards))))
         return sharded(copies, shards)
     found = draw(degrees(layers, experts=experts, world=world))
     if kind == "megatron" and found.tensor > GROUPS:
         found = replace(found, tensor=GROUPS)
     stored = stored_by(kind, weights, layers, found, tied=tied)
-    layout = parallel_layout(Model(weights, stored, names), found)
+    layout = parallel_layout(Model(weights, stored), found)
     return sharded(layout, draw(st.integers(1, max(1, 16 // found.world_size))))
 
 

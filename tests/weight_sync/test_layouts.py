@@ -11,8 +11,8 @@ def arrays_of(layout):
     return filled(layout, values_of(layout))
 
 
-def model(stored, *weights, tied=None):
-    return Model(by_name(weights), stored, tied or {})
+def model(stored, *weights):
+    return Model(by_name(weights), stored)
 
 
 def test_tensor_parallel_splits_a_padded_dimension():

@@ -145,29 +145,8 @@ def test_a_weight_that_nobody_stores_is_named():
     with pytest.raises(WorkerError, match="'b', 'c'") as caught:
         plan(Layout(weights, {0: (*a, half)}), replicated_layout(weights.values(), [1]))
     assert caught.value.tensors == ("b", "c")
-    with pytest.raises(WorkerError, match="'b', 'c'"):
-        canonical_boxes(Layout(weights, {0: (*a, half)}))
     with pytest.raises(WorkerError, match="'c'"):
         plan(replicated_layout([weights["a"]], [0]), replicated_layout([weights["c"]], [0]))
-
-
-def test_other_shapes_and_ties_are_refused():
-    a, other = Weight("a", (4,)), Weight("a", (5,))
-    with pytest.raises(WorkerError, match=r"'a' has shape \(4,\)"):
-        plan(replicated_layout([a], [0]), replicated_layout([other], [0]))
-    untied = replicated_layout([a, Weight("b", (4,))], [0])
-    with pytest.raises(WorkerError, match="stores 'b' and 'a' as one tensor"):
-        plan(untied, replicated_layout([a], [0], {"b": "a"}))
-
-
-def test_a_tied_weight_is_read_from_its_other_name():
-    a, b = Weight("a", (4,)), Weight("b", (4,))
-    tied = replicated_layout([a], [0], {"b": "a"})
-    found: Plan = plan(tied, replicated_layout([a, b], [1]))
-    assert [(t.weight, t.read.tensor, t.write.tensor) for t in found.transfers] == [
-        ("a", "a", "a"),
-        ("b", "a", "b"),
-    ]
 
 
 def boxes(dims):

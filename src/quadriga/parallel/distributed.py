@@ -7,6 +7,7 @@ seconds.
 import ipaddress
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
@@ -359,8 +360,7 @@ def sum_metrics_over_ranks(metrics: Mapping[str, float]) -> dict[str, float]:
     Ranks may have different keys: a rank without rows has none. Therefore the dictionaries are
     gathered as objects instead of being reduced as one tensor.
     """
-    total: dict[str, float] = {}
+    total: Counter[str] = Counter()
     for rank_metrics in gather_over_ranks(dict(metrics)):
-        for key, value in rank_metrics.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
+        total.update(rank_metrics)
+    return dict(total)

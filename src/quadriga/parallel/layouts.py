@@ -282,14 +282,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Model:
-    """The weights of a checkpoint and how an engine stores them.
-
-    `tied`: name → weight with which it shares storage.
-    """
+    """The weights of a checkpoint, tied names left out, and how an engine stores them."""
 
     weights: Mapping[str, Weight]
     stored: tuple[Stored, ...]
-    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 def parallel_layout(model: Model, degrees: Degrees) -> Layout:
@@ -314,7 +310,7 @@ def parallel_layout(model: Model, degrees: Degrees) -> Layout:
             of_ranks = split if stored.expert is None else of_experts
             tensors.append(_tensor_parallel(model, stored, *of_ranks))
         ranks[rank] = tuple(tensors)
-    return Layout(model.weights, ranks, model.tied)
+    return Layout(model.weights, ranks)
 
 
 def _tensor_parallel(model: Model, stored: Stored, ranks: int, index: int) -> StoredTensor:

@@ -21,12 +21,12 @@ from quadriga.parallel.layouts import (
     Box,
     Layout,
     Piece,
-    Weight,
     count,
     difference,
     intersection,
     moved,
     split,
+    whole,
 )
 
 NAMED_TENSORS = 20
@@ -133,21 +133,20 @@ def plan(source: Layout, target: Layout, nodes: Mapping[int, str] | None = None)
     """Return the transfers that give every target rank its weights.
 
     Args:
+        source, target: of the same weights.
         nodes: rank → its node. Owners on the node of the target are preferred.
 
     Raises:
-        WorkerError: no source rank stores an element of a target weight, the shapes of a weight
-            differ, or two weights share storage in the target and not in the source. Attributes:
-            `tensor` (the first one), `tensors` (all of them).
+        WorkerError: no source rank stores an element of a weight. Attributes: `tensor` (the first
+            one), `tensors` (all of them).
     """
-    _check_weights(source, target)
     owners, nodes = _owners(source), nodes or {}
     wanted: list[_Wanted] = []
     missing: dict[str, None] = {}
     for rank, tensors in target.ranks.items():
         for name, piece in ((tensor.name, piece) for tensor in tensors for piece in tensor.pieces):
             rest = [piece.box] if count(piece.box) else []
-            available = owners[source.tied.get(piece.weight, piece.weight)]
+            available = owners[piece.weight]
             # What the rank stores itself comes first.
             for box, stores in sorted(available.items(), key=lambda item: rank not in item[1]):
                 found, rest = _cut(rest, box)
@@ -155,7 +154,11 @@ def plan(source: Layout, target: Layout, nodes: Mapping[int, str] | None = None)
             if rest:
                 missing[piece.weight] = None
     if missing:
-        raise _unowned(list(missing))
+        raise wrong_weights(
+            "the rollout engine has weights of which no rank of the training engine stores all "
+            f"elements: {listed_names([*missing])}; both must load the same model folder",
+            *missing,
+        )
     itemsizes = {name: weight.dtype.itemsize for name, weight in target.weights.items()}
     order = {name: index for index, name in enumerate(target.weights)}
     sent: Counter[int] = Counter()
@@ -180,16 +183,12 @@ def canonical_boxes(layout: Layout) -> dict[int, list[tuple[str, Box, Slot]]]:
     """Return rank → (weight, box, where it is stored), so that each element is listed once.
 
     Ranks that store the same elements share the work. Digests are computed from these boxes.
-
-    Raises:
-        WorkerError: no rank stores some element. Attributes: `tensor`, `tensors`.
     """
     found: dict[int, list[tuple[str, Box, Slot]]] = {rank: [] for rank in layout.ranks}
     load: Counter[int] = Counter()
     owners = _owners(layout)
-    missing = []
     for name, weight in layout.weights.items():
-        rest = [tuple((0, size) for size in weight.shape)]
+        rest = [whole(weight.shape)]
         for box, stores in owners[name].items():
             parts, rest = _cut(rest, box)
             for part in parts:
@@ -198,10 +197,6 @@ def canonical_boxes(layout: Layout) -> dict[int, list[tuple[str, Box, Slot]]]:
                 slot = stores[rank]
                 at = Slot(slot.tensor, moved(part, box, slot.box))
                 found[rank].append((name, part, at))
-        if any(map(count, rest)):
-            missing.append(name)
-    if missing:
-        raise _unowned(missing)
     return found
 
 
@@ -238,33 +233,6 @@ def _cut(rest: Sequence[Box], box: Box) -> tuple[list[Box], list[Box]]:
             found.append(part)
             left += difference(old, part)
     return found, left
-
-
-def _check_weights(source: Layout, target: Layout) -> None:
-    for name, weight in target.weights.items():
-        sent: Weight | None = source.weights.get(source.tied.get(name, name))
-        if sent is not None and sent.shape != weight.shape:
-            raise wrong_weights(
-                f"weight {name!r} has shape {sent.shape} in the training engine and "
-                f"{weight.shape} in the rollout engine; both must load the same model folder",
-                name,
-            )
-    for alias, name in target.tied.items():
-        if source.tied.get(alias, alias) != source.tied.get(name, name) and alias in source.weights:
-            raise wrong_weights(
-                f"the rollout engine stores {alias!r} and {name!r} as one tensor, but the training "
-                "engine trains them as two; load both with the same setting of tied weights",
-                alias,
-                name,
-            )
-
-
-def _unowned(names: Sequence[str]) -> WorkerError:
-    return wrong_weights(
-        "the rollout engine has weights of which no rank of the training engine stores all "
-        f"elements: {listed_names(names)}; both must load the same model folder",
-        *names,
-    )
 
 
 def wrong_weights(problem: str, *names: str) -> WorkerError:

@@ -168,14 +168,12 @@ class RankWeights:
             name: [(sender, box) for box, sender in boxes.items()] for name, boxes in found.items()
         }
 
-    def fill(
-        self, read: Callable[[str, layouts.Box], Tensor], parameters: Mapping[str, Tensor]
-    ) -> None:
+    def fill(self, read: Callable[[Part], Tensor], parameters: Mapping[str, Tensor]) -> None:
         """Set the parameters of this rank; padding becomes 0.
 
         Args:
-            read: returns a box of a weight.
-            parameters: those of this rank, or some of them.
+            read: returns the values of a part.
+            parameters: those of this rank, or some of them, or tensors with their names.
         """
         for own in self.tensors:
             if own.name not in parameters:
@@ -183,7 +181,7 @@ class RankWeights:
             target = parameters[own.name].view(own.shape)
             target.zero_()
             for part in own.parts:
-                part.write(read(part.weight, part.box), target)
+                part.write(read(part), target)
 
     def stream(self, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, whole tensor) of every weight, tied names included.
@@ -277,10 +275,7 @@ class RankWeights:
 
     def take(self, prefix: str, blocks: Mapping[str, Block], tensors: Mapping[str, Tensor]) -> None:
         """Copy what was read into `blocks` to `tensors`."""
-        for own in self.tensors:
-            if own.name in tensors:
-                for part in own.parts:
-                    part.write(blocks[prefix + part.key].data, tensors[own.name].view(own.shape))
+        self.fill(lambda part: blocks[prefix + part.key].data, tensors)
 
 
 def _rank_of(degrees: layouts.Degrees, place: layouts.Place) -> int:
@@ -373,11 +368,11 @@ class FolderModel:
             counts: loading.Counts = {}
             with model_errors(folder, "model"), TensorReader(folder) as reader:
 
-                def read(name: str, box: layouts.Box) -> Tensor:
-                    values = torch.zeros(layouts.shape_of(box))
-                    if name in self._stored:
-                        values = reader.read_box(self._stored[name], box)
-                    counts[name, box] = count_not_finite(values)
+                def read(part: Part) -> Tensor:
+                    values = torch.zeros(layouts.shape_of(part.box))
+                    if part.weight in self._stored:
+                        values = reader.read_box(self._stored[part.weight], part.box)
+                    counts[part.weight, part.box] = count_not_finite(values)
                     return values
 
                 weights.fill(read, parameters)
