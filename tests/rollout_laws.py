@@ -10,6 +10,7 @@ from quadriga.models.loading import load_tokenizer
 from quadriga.rollout.base import SamplingParams, tensor_digest
 from quadriga.testing import LawBroken, expect, expect_raises, rollouts
 from quadriga.testing.rollouts import GREEDY, PROMPTS, SAMPLING, SQUARE_WEIGHT
+from rollout_slices import in_slices
 
 DRAWS, LEAST_P_VALUE = 1500, 1e-5
 """Tokens of a chi-square test. A correct engine without seeds fails one in so many tests."""
@@ -211,14 +212,45 @@ def verification(subject: RolloutUnderTest) -> None:
 
 
 def slices(subject: RolloutUnderTest) -> None:
-    """Where numbers belong to positions, a response in slices has the tokens of the uncut one."""
-    if not subject.engine.abilities.seeded or subject.engine.name not in ("hf", "sglang"):
-        return
-    least = int("min_new_tokens" in subject.engine.abilities.settings) * 7
+    """Each token of a response in slices is of the weights of its call, also with updates between;
+    without these, where numbers belong to positions, the tokens are those of the uncut response."""
+    engine, abilities = subject.engine, subject.engine.abilities
+    least = int("min_new_tokens" in abilities.settings) * 7
     for sampling in (SAMPLING, replace(SAMPLING, temperature=1.6, top_p=0.7, min_new_tokens=least)):
         whole = subject.applied(sampling)
-        for at_most in (1, 3, 5):
-            expect(subject.in_slices(sampling, at_most), whole, f"slices of {at_most}")
+        for at_most in (1, 3, 5) if whole and abilities.continues else ():
+            if abilities.seeded and engine.name in ("hf", "sglang"):
+                expect(subject.in_slices(sampling, at_most), whole, f"slices of {at_most}")
+            for updates in (0, 2):
+                with_updates(subject, sampling, at_most, updates)
+
+
+def with_updates(
+    subject: RolloutUnderTest, sampling: SamplingParams, at_most: int, updates: int
+) -> None:
+    """Generate in slices, update the weights after each of the first calls, and compare each
+    log-probability with the weights that its token had."""
+    engine, weights = subject.engine, [subject.original]
+
+    def update(call: int) -> None:
+        if call < updates:
+            weights.append(subject.noise(call))
+            engine.update_weights(weights[-1].items(), engine.version + 1)
+
+    try:
+        found = in_slices(engine, PROMPTS, sampling, at_most, len(PROMPTS), update)
+        for number, own in enumerate(weights):
+            subject.load(own)
+            for row, (tokens, log_probs) in enumerate(found):
+                first = int(row >= len(PROMPTS) / 2)  # the call in which the row begins
+                at = [t for t in range(len(tokens)) if min(first + t // at_most, updates) == number]
+                scaled = subject.logits((*PROMPTS[row], *tokens)) / sampling.temperature
+                log_p = scaled[len(PROMPTS[row]) - 1 :].log_softmax(-1)
+                expected = [float(log_p[t, tokens[t]]) for t in at]
+                what = f"row {row} in slices of {at_most}, weights {number}"
+                subject.close_to([log_probs[t] for t in at], expected, what)
+    finally:
+        subject.restore()
 
 
 ROLLOUT_LAWS = (

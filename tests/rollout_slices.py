@@ -18,9 +18,10 @@ def in_slices(engine, prompts, sampling, at_most, keep, between=lambda call: Non
     going, call = list(range(len(prompts))), 0
     while going:
         now = [row for row in going if call or row < len(prompts) / 2]
-        ids, mask = pad_rows([prompts[row] + found[row][0] for row in now], 0, 40, "left")
+        ids, mask = pad_rows([[*prompts[row], *found[row][0]] for row in now], 0, 40, "left")
         continued = Continued(torch.tensor([len(found[row][0]) for row in now]), at_most, keep)
         out = engine.generate(ids, mask, sampling, torch.tensor(now), continued=continued)
+        assert out.weight_versions.tolist() == [engine.version] * len(now)
         for i, row in enumerate(now):
             own = out.response_mask[i].bool()
             found[row][0].extend(out.response_ids[i][own].tolist())
