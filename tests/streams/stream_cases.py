@@ -119,7 +119,7 @@ def sampler(
     staleness: int = 1,
     steps: int = 6,
     replicas: int = 2,
-    beside: bool = True,
+    overlaps: bool = True,
     dies: float = 0.0,
     slice_tokens: int = 2,
     more: Sequence[str] = (),
@@ -134,10 +134,10 @@ def sampler(
     )  # fmt: skip
     Engine.answered = 0
     group = Replicas(
-        lambda number: Engine(clock, dies * (number > 0), 1 if beside else 3),
-        replicas if beside else 1,
+        lambda number: Engine(clock, dies * (number > 0), 1 if overlaps else 3),
+        replicas if overlaps else 1,
         restarts=100,
     )
     return StreamedSampler(
-        config, group, score, batches(prompts), StageRunner(), steps, beside, beside
+        config, group, score, batches(prompts), StageRunner(), steps, overlaps, overlaps
     )

@@ -47,7 +47,7 @@ class TestStalenessBound:
 
 def test_as_few_groups_begin_as_keep_the_trainer_at_work():
     bound, begun, aims = StalenessBound(groups=8, steps=4), deque(), []
-    queue = PromptQueue(bound, 40, beside=True)
+    queue = PromptQueue(bound, 40, overlaps=True)
     queue.add([PromptGroup(number, DataProto()) for number in range(80)])
     for step, (waits, more) in enumerate([(1, 0), (1, 2), (0, 2), (0, 10), (0, 2)]):
         queue.ended = step
@@ -59,7 +59,7 @@ def test_as_few_groups_begin_as_keep_the_trainer_at_work():
         assert len(queue.take()) == 8 and len(queue.complete) == more
         aims.append(queue.aim)
     assert aims == [16, 24, 24, 22, 22]
-    resumed = PromptQueue(bound, 40, beside=True)
+    resumed = PromptQueue(bound, 40, overlaps=True)
     resumed.add(list(queue.groups.values()))
     assert resumed.aim == len(begun) + 2 == 14, "groups that had begun"
 
@@ -75,7 +75,7 @@ def test_weights_in_flight_wait_for_a_replica_that_starts(lost, restarts, free, 
         ours.replicas.room = None if free is None else free.__contains__
         if lost:
             ours.replicas.lose(ours.replicas.all[1], WorkerDiedError("ended"))
-        with ours.paused("sync") as applying:
+        with ours.syncing() as applying:
             assert (applying is None) == pauses
 
 
@@ -85,9 +85,9 @@ def trained(ours: StreamedSampler, first: int = 1, last: int | None = None) -> l
     for step in range(first, (last or ours.total_steps) + 1):
         found.append(ours.draw(step).batch)
         calls = sum(len(replica.group.asked) for replica in ours.replicas.all)
-        with ours.paused("sync"):
+        with ours.syncing():
             after = sum(len(replica.group.asked) for replica in ours.replicas.all)
-            assert ours.beside or after == calls, "the actor has trained the weights they share"
+            assert ours.overlaps or after == calls, "the actor has trained the weights they share"
             for replica in ours.replicas.all:
                 replica.group.version = step
             ours.replicas.restart_lost()
@@ -136,12 +136,12 @@ REFILL = "algorithm.filter_groups={enable: true, mode: refill, max_num_gen_batch
 FACTOR = "actor_rollout_ref.rollout.oversample="
 CASES = [
     {"staleness": 1}, {"staleness": 3, "replicas": 3}, {"staleness": 2, "prompts": 1, "n": 1},
-    {"staleness": 1, "beside": False}, {"staleness": 4, "beside": False, "slice_tokens": 1},
+    {"staleness": 1, "overlaps": False}, {"staleness": 4, "overlaps": False, "slice_tokens": 1},
     {"staleness": 2, "slice_tokens": COLUMNS}, {"more": [FACTOR + "1"], "prompts": 5},
-    {"staleness": 2, "more": [FACTOR + "1.25", DRAIN], "beside": False, "prompts": 8},
+    {"staleness": 2, "more": [FACTOR + "1.25", DRAIN], "overlaps": False, "prompts": 8},
     {"staleness": 2, "more": [DRAIN]}, {"staleness": 2, "more": [REMAX]},
     {"staleness": 2, "more": [REFILL, FACTOR + "1.5"]},
-    {"staleness": 1, "more": [REFILL, REMAX], "beside": False, "n": 3},
+    {"staleness": 1, "more": [REFILL, REMAX], "overlaps": False, "n": 3},
 ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_every_prompt_is_trained_once_and_in_time(case, seed):
         check(ours, trained(ours), case.get("staleness", 1))
         after = next(ours.stream).batch[fields.INPUT_IDS]  # what a longer run would go on with
         assert after[0] == -(-ours._all_dropped // len(after) + -8) * len(after)
-    assert (ours._all_dropped or not ours.queue.groups) and not ours.generation.busy
+    assert (ours._all_dropped or not ours.queue.groups) and not ours.generation.calling
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -188,7 +188,7 @@ def test_scores_of_groups_that_were_lost_meanwhile_do_not_count(monkeypatch):
 
 
 def test_the_loss_of_the_ranks_of_the_actor_ends_the_run():
-    ours = sampler(random.Random(0), beside=False)
+    ours = sampler(random.Random(0), overlaps=False)
     ours.replicas.all[0].group.dies = 1.0
     with pytest.raises(WorkerDiedError, match="the process of rollout rank 0 ended"):
         ours.draw(1)
@@ -205,10 +205,10 @@ def test_an_error_of_the_reward_ends_the_wait():
 
 
 @pytest.mark.parametrize("more", [[], [REFILL, REMAX, FACTOR + "1.5"]])
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("at", [1, 2, 5])
-def test_a_resumed_stream_has_every_group_and_every_token(beside, at, more, tmp_path):
-    given = {"steps": 6, "staleness": 2, "beside": beside, "slice_tokens": 1, "more": more}
+def test_a_resumed_stream_has_every_group_and_every_token(overlaps, at, more, tmp_path):
+    given = {"steps": 6, "staleness": 2, "overlaps": overlaps, "slice_tokens": 1, "more": more}
     first = sampler(random.Random(at), **given)
     with closing(first):
         before = trained(first, last=at)
@@ -224,7 +224,7 @@ def test_a_resumed_stream_has_every_group_and_every_token(beside, at, more, tmp_
             next(second.stream)
         asked = list(second.generation.paused)
         check(second, before + trained(second, first=at + 1), 2)
-    if not beside and at == 1:
+    if not overlaps and at == 1:
         assert asked, "responses were paused when the checkpoint was saved"
 
 

@@ -142,7 +142,7 @@ def install(plan):
     again = lambda it: it.restarts.count or plan.starts > 1  # noqa: E731
     wrap(plan, trainer, "init_workers", lambda it: "restart" if again(it) else "start")
     wrap(plan, PPOGroups, "load", lambda _: "load")
-    wrap(plan, trainer, "score_and_mask", lambda _: "reward")
+    wrap(plan, trainer, "score", lambda _: "reward")
     wrap(plan, Uploads, "_upload", lambda _: "upload")
 
 

@@ -31,7 +31,7 @@ def run_stage(answer, *writes: str, ranks: int = 1) -> DataProto:
     group = SimpleNamespace(answer=answer, world_size=ranks)
     record = SimpleNamespace(span=lambda name: nullcontext(), log_role=log_role)
     runner = StageRunner([PlacedStage("odd", stage)], {"odd": group}, record)
-    return runner.beside("after", "score_responses", batch)
+    return runner.run_added("after", batch, "score_responses")
 
 
 def tensor(key: str, change):

@@ -103,7 +103,7 @@ class SlicedGeneration:
     _answered: float = field(default=0.0, init=False)  # when the last environment has answered
 
     @property
-    def busy(self) -> bool:
+    def calling(self) -> bool:
         """Whether a call is in flight."""
         return bool(self._calls)
 
@@ -113,14 +113,9 @@ class SlicedGeneration:
         return self.episodes is not None and self.episodes.acting
 
     @property
-    def at_work(self) -> bool:
-        """Whether a call is in flight, or a row waits for its environment."""
-        return self.busy or self.acting
-
-    @property
-    def open(self) -> bool:
-        """Whether a row has begun and is in no call."""
-        return bool(self.paused) or self.acting
+    def has_rows(self) -> bool:
+        """Whether a row has begun and has not ended."""
+        return self.calling or self.acting or bool(self.paused)
 
     def go_on(self, parts: Sequence[Paused]) -> None:
         """Continue the rows of some groups, and give those a home that have none."""
@@ -183,7 +178,7 @@ class SlicedGeneration:
 
     def _waits_for_others(self) -> bool:
         """Return whether rows that could go on wait for the environments of others."""
-        if not (self.paused and self.acting) or self.busy:
+        if not (self.paused and self.acting) or self.calling:
             return False
         now = time.perf_counter()
         self._since = self._since or now

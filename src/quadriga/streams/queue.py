@@ -71,10 +71,10 @@ class PromptQueue:
     Args:
         bound: how old a group may become.
         most: groups whose generation has started, at once.
-        beside: generation goes on while the policy is trained; False: `most` groups may begin.
+        overlaps: generation goes on while the policy is trained; False: `most` groups may begin.
 
     The bound allows more groups than most runs need, and a group that waits to be trained grows
-    old. So `beside` training, the groups that may have begun, `aim`, are one batch at first. They
+    old. So if they overlap, the groups that may have begun, `aim`, are one batch at first. They
     become one batch more in each step for which the trainer waits, and fewer if many are ready:
     by a quarter of those that are left over beyond a quarter of a batch. Steps of 8 groups, at most
     40 on their way:
@@ -90,13 +90,13 @@ class PromptQueue:
         aim: groups that may have begun, at once; from one batch to `most`.
     """
 
-    def __init__(self, bound: StalenessBound, most: int, *, beside: bool = False) -> None:
-        self.bound, self.most, self._beside = bound, most, beside
+    def __init__(self, bound: StalenessBound, most: int, *, overlaps: bool = False) -> None:
+        self.bound, self.most, self._overlaps = bound, most, overlaps
         self.groups: dict[int, PromptGroup] = {}
         self.waiting: deque[PromptGroup] = deque()
         self._ready: list[int] = []  # the first to be complete first
         self.ended = self.taken = self.restarted = 0
-        self.aim, self._waits = (bound.groups if beside else most), False
+        self.aim, self._waits = (bound.groups if overlaps else most), False
 
     @property
     def complete(self) -> list[PromptGroup]:
@@ -147,7 +147,7 @@ class PromptQueue:
                 self._waits, self.aim = True, min(self.most, self.aim + batch)
             return None
         taken, early = self.pop(chosen), len(self._ready) - batch // 4
-        if self._beside and not self._waits and early > 0:
+        if self._overlaps and not self._waits and early > 0:
             self.aim = max(batch, self.aim - math.ceil(early / 4))
         self._waits = False
         return taken

@@ -247,7 +247,7 @@ class Simulation:
         self._lengths, self._drawn = lengths, 0
         bound = StalenessBound(division.groups, division.staleness)
         most = min(division.on_the_way or bound.most, bound.most)
-        self._queue = PromptQueue(bound, most, beside=division.apart)
+        self._queue = PromptQueue(bound, most, overlaps=division.apart)
         replicas, size = (division.copies, 1) if division.apart else (1, division.copies)
         self._groups = [_SimulatedGroup(self, number, size) for number in range(replicas)]
         share = -(-self._queue.most * lengths.shape[1] // division.copies)

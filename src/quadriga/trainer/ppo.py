@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from quadriga.algorithms.kl import make_kl_controller
 from quadriga.checkpoint.folders import ControllerState, Resumed
@@ -41,7 +41,7 @@ from quadriga.streams.replicas import Applying
 from quadriga.trainer import stages
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.settings import refuse, run_length_problems
-from quadriga.trainer.dataflow import StepPlan, balance_of
+from quadriga.trainer.dataflow import PASSES, StepPlan, balance_of
 from quadriga.trainer.ingredients import Ingredients, check_ingredients, load_ingredients
 from quadriga.trainer.preflight import check_sizes, check_train_config, profile_problems
 from quadriga.trainer.record import RunRecord
@@ -55,7 +55,7 @@ from quadriga.trainer.stages import (
     StageRunner,
     rows_with_advantage,
 )
-from quadriga.trainer.streaming import Pause, StreamedSampler
+from quadriga.trainer.streaming import StreamedSampler
 from quadriga.trainer.validation import Validator
 from quadriga.trainer.worker_groups import PPOGroups, gather, open_backend, start_groups
 from quadriga.workers.roles import GeneratingGroup
@@ -203,22 +203,22 @@ class RayPPOTrainer:
 
                     with record.span("evaluate"):
                         if plan.masks_before_passes:
-                            batch = self.score_and_mask(batch, runner)
+                            batch = self.score(batch, runner)
                         if plan.advantages_before_passes:
                             batch = self.estimate_advantages(batch, runner)
                         batch = runner.run(stages.balance_over_ranks, batch, balance)
-                        batch = runner.beside_passes("before", batch)
+                        batch = runner.run_added("before", batch, *PASSES)
                         pending = submit_passes(groups, batch, plan)
                         if not plan.masks_before_passes:  # while the roles compute
-                            batch = self.score_and_mask(batch, runner)
+                            batch = self.score(batch, runner)
                         for evaluated in gather(pending):
                             batch = batch.union(evaluated)
-                        batch = runner.beside_passes("after", batch)
+                        batch = runner.run_added("after", batch, *PASSES)
 
                     with record.span("advantages"):
                         if not plan.advantages_before_passes:
                             batch = self.estimate_advantages(batch, runner)
-                        elif plan.old_log_prob_pass:
+                        elif plan.old_log_prob_pass:  # only for its metrics
                             self.measure_policy(rows_with_advantage(batch), runner)
 
                     self.checkpoints.begin_update()
@@ -230,7 +230,7 @@ class RayPPOTrainer:
                     if self.step > self.config.critic.warmup_steps or not critic:
                         with record.span("update_actor"):
                             batch = runner.update(actor.update_actor, batch)
-                        with record.span("sync_weights"), self.paused("sync") as applying:
+                        with record.span("sync_weights"), self.syncing() as applying:
                             record.add(groups.sync_weights(applying))
 
                 self.end_step(groups, batch, validator, record)
@@ -263,8 +263,8 @@ class RayPPOTrainer:
             groups=groups.saved,
         )
 
-    def score_and_mask(self, batch: DataProto, runner: StageRunner) -> DataProto:
-        """Score the responses, measure them, and mask those that take no part in the update."""
+    def score(self, batch: DataProto, runner: StageRunner) -> DataProto:
+        """Score the responses, and mask those that take no part in the update."""
         config = self.config.algorithm
         if not self.plan.sampler_scores:
             assert runner.record is not None, "times need a record"
@@ -346,7 +346,7 @@ class RayPPOTrainer:
             self._streamed.close()  # that of a `fit` that has failed
         self._streamed = StreamedSampler(
             self.config, groups.replicas, *given, self.total_steps,
-            apart, beside=apart and not (trainer.backend == "local" or trainer.replay_order),
+            apart, overlaps=apart and not (trainer.backend == "local" or trainer.replay_order),
             episodes=make_episodes(self.config, self.ingredients.tokenizer),
         )  # fmt: skip
         if resumed is not None:
@@ -374,10 +374,13 @@ class RayPPOTrainer:
         with self.paused("save"):
             self.checkpoints.writer.save(folder, state, ends, groups.saved, more)
 
-    def paused(self, why: Pause) -> AbstractContextManager[Applying | None]:
-        """Within the block nothing is generated. Without `max_staleness` nothing is anyway. The
-        value is not None for weights that come in flight: then generation goes on."""
-        return nullcontext() if self._streamed is None else self._streamed.paused(why)
+    def syncing(self) -> AbstractContextManager[Applying | None]:
+        """Within the block the rollout receives weights: see `StreamedSampler.syncing`."""
+        return nullcontext() if self._streamed is None else self._streamed.syncing()
+
+    def paused(self, event: Literal["validate", "save"]) -> AbstractContextManager[None]:
+        """Within the block no batch is generated. Without `max_staleness` none is anyway."""
+        return nullcontext() if self._streamed is None else self._streamed.paused(event)
 
     def resume(self, groups: PPOGroups) -> Resumed | None:
         """Load the checkpoint that `trainer.resume_mode` names, or after a loss the newest point,

@@ -58,7 +58,7 @@ from quadriga.protocol.contents import shape_and_dtype
 from quadriga.rewards.functions import FAILURES
 from quadriga.single_controller import WorkerGroup
 from quadriga.streams.playing import EpisodeGenerator
-from quadriga.trainer.dataflow import ESTIMATOR_FIELDS, PASSES
+from quadriga.trainer.dataflow import ESTIMATOR_FIELDS
 from quadriga.trainer.record import Metrics, RunRecord, StageResult, named_mismatch
 from quadriga.trainer.roles.registry import PlacedStage
 from quadriga.workers.method_fields import COMPUTE_RM_SCORE, GENERATE_SEQUENCES
@@ -436,7 +436,7 @@ def tensor_names(batch: DataProto) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class StageRunner:
-    """Runs stages with those of added roles beside them.
+    """Runs stages, and those of added roles before and after them.
 
     Args:
         added: the stages of added roles.
@@ -458,7 +458,7 @@ class StageRunner:
         *args: ArgumentsP.args,
         **kwargs: ArgumentsP.kwargs,
     ) -> DataProto:
-        """Run a function of this module and the added stages beside it; log its metrics."""
+        """Run a function of this module and the added stages around it; log its metrics."""
         result = self.result(stage, batch, *args, **kwargs)
         assert self.record is not None, "metrics need a record"
         self.record.add(result.metrics)
@@ -475,8 +475,8 @@ class StageRunner:
         """Run a function as `run` does, but return its metrics in place of logging them."""
         # `generate` calls the worker method that is the stage.
         name = GENERATE_SEQUENCES.name if stage is generate else _name(stage)
-        result = stage(self.beside("before", name, batch), *args, **kwargs)
-        return StageResult(self.beside("after", name, result.batch), result.metrics)
+        result = stage(self.run_added("before", batch, name), *args, **kwargs)
+        return StageResult(self.run_added("after", result.batch, name), result.metrics)
 
     def update(
         self,
@@ -484,14 +484,14 @@ class StageRunner:
         batch: DataProto,
         order: npt.NDArray[np.int64] | None = None,
     ) -> DataProto:
-        """Run an update of a built-in role and the added stages beside it; log its metrics.
+        """Run an update of a built-in role and the added stages around it; log its metrics.
 
         `order`: in which the method gets the rows; None: as in the batch.
         """
-        batch = self.beside("before", _name(method), batch)
+        batch = self.run_added("before", batch, _name(method))
         assert self.record is not None, "an update needs a record"
         self.record.log_update(method(batch if order is None else batch.select_idxs(order)))
-        return self.beside("after", _name(method), batch)
+        return self.run_added("after", batch, _name(method))
 
     def without_updates(self) -> StageRunner:
         """Return a runner that leaves out added stages without `writes`.
@@ -500,19 +500,14 @@ class StageRunner:
         """
         return replace(self, added=[placed for placed in self.added if placed.stage.writes])
 
-    def beside_passes(self, side: Literal["before", "after"], batch: DataProto) -> DataProto:
-        """Run the stages before all passes: those before any of them; or after all of them."""
-        for name in PASSES:
-            batch = self.beside(side, name, batch)
-        return batch
-
-    def beside(self, side: Literal["before", "after"], name: str, batch: DataProto) -> DataProto:
-        """Run the added stages that stand before or after a stage."""
-        for placed in self.added:
-            if getattr(placed.stage, side) == name:
-                batch = self.beside("before", placed.name, batch)
-                batch = self._run(placed, batch)
-                batch = self.beside("after", placed.name, batch)
+    def run_added(
+        self, side: Literal["before", "after"], batch: DataProto, *names: str
+    ) -> DataProto:
+        """Run the added stages that stand before or after some stages."""
+        for placed in (p for name in names for p in self.added if getattr(p.stage, side) == name):
+            batch = self.run_added("before", batch, placed.name)
+            batch = self._run(placed, batch)
+            batch = self.run_added("after", batch, placed.name)
         return batch
 
     def _run(self, placed: PlacedStage, batch: DataProto) -> DataProto:

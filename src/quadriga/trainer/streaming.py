@@ -46,8 +46,6 @@ from quadriga.workers.method_fields import GENERATE_SEQUENCES
 
 _STEPS = 4
 """The place of the number of steps in `StreamedSampler._settings`."""
-Pause = Literal["sync", "validate", "save"]
-"""For what the generation is paused."""
 
 
 @dataclass(eq=False)
@@ -61,7 +59,7 @@ class StreamedSampler:
         runner: runs the stages.
         total_steps: of the run; its last steps begin no more prompts.
         apart: the replicas have ranks of their own, and one may be lost.
-        beside: they generate in a thread, while the actor is trained.
+        overlaps: they generate in a thread, while the actor is trained.
         episodes: None: responses are one turn.
     """
 
@@ -72,15 +70,16 @@ class StreamedSampler:
     runner: stages.StageRunner
     total_steps: int
     apart: bool
-    beside: bool
+    overlaps: bool
     episodes: Episodes | None = None
     queue: PromptQueue = field(init=False)
 
     def __post_init__(self) -> None:
         data, rollout = self.config.data, self.config.actor_rollout_ref.rollout
+        self._update = rollout.update
         bound = StalenessBound(data.train_batch_size, self.config.trainer.max_staleness)
         most = math.ceil((rollout.oversample or bound.steps + 1) * bound.groups - 1e-6)
-        self.queue = PromptQueue(bound, most, beside=self.beside)
+        self.queue = PromptQueue(bound, most, overlaps=self.overlaps)
         self._greedy = get_advantage(self.config.algorithm.adv_estimator).needs_baseline_scores
         self._n = rollout.n + self._greedy  # rows of a prompt, with the greedy one
         share = -(-self.queue.most * self._n // self.replicas.count)
@@ -127,7 +126,7 @@ class StreamedSampler:
             if not self._drawn:
                 self._note("settings", self._settings())
             self._fill()
-        taken = self._taken_meanwhile() if self.beside else self._taken()
+        taken = self._take_ready() if self.overlaps else self._take_in_turns()
         self._note("take", [group.number for group in taken])
         batch = DataProto.concat([group.batch for group in taken if group.batch is not None])
         self._note("versions", spans_of_versions(batch))
@@ -135,7 +134,7 @@ class StreamedSampler:
             scores, self._metrics = self._metrics, []
             self._dropped = 0
         if self._roles_score:
-            batch = self.runner.beside("after", GENERATE_SEQUENCES.name, batch)
+            batch = self.runner.run_added("after", batch, GENERATE_SEQUENCES.name)
             batch, metrics = self.runner.result(stages.score_responses, batch, self.reward)
             scores.append((len(batch), metrics))
         scored = stages.merged(*(own for _, own in scores), rows=[rows for rows, _ in scores])
@@ -159,7 +158,7 @@ class StreamedSampler:
         rows = self.runner.result(stages.expand_prompts, prompts, n=n, step=step, seed=seed).batch
         if self._greedy:
             rows = stages.add_greedy_rows(rows, n)
-        rows = self.runner.beside("before", GENERATE_SEQUENCES.name, rows)
+        rows = self.runner.run_added("before", rows, GENERATE_SEQUENCES.name)
         if not self.queue.groups:
             _check_saved(rows, self.config)
         first = (step - 1) * len(prompts)
@@ -187,7 +186,7 @@ class StreamedSampler:
 
     # Generation while a step draws its batch
 
-    def _taken(self) -> list[PromptGroup]:
+    def _take_in_turns(self) -> list[PromptGroup]:
         if self._script is not None:
             groups = self.queue.pop(self._repeat("take"))
             self._repeat("sync")  # with the weights that the step is to change
@@ -195,11 +194,11 @@ class StreamedSampler:
         while (taken := self.queue.take()) is None:
             self._fill()
             self.generation.submit()
-            assert self.generation.at_work, "a group that must be trained is on its way"
+            assert self.generation.has_rows, "a group that must be trained is on its way"
             self._end_call()
         # Now: after the update, an engine that shares the weights of the actor cannot generate.
-        drains = self.config.actor_rollout_ref.rollout.update == "drain"
-        while self.generation.busy or (drains and self.generation.open):
+        drains = self._update == "drain"
+        while self.generation.has_rows if drains else self.generation.calling:
             if drains:
                 self.generation.submit(joins=False)
             self._end_call()
@@ -241,7 +240,7 @@ class StreamedSampler:
 
     # Generation in a thread of its own
 
-    def _taken_meanwhile(self) -> list[PromptGroup]:
+    def _take_ready(self) -> list[PromptGroup]:
         if not self._threads:
             for work in (self._generate, self._score_complete):
                 thread = threading.Thread(target=self._noting_errors, args=(work,), daemon=True)
@@ -267,13 +266,16 @@ class StreamedSampler:
                 self._changed.notify_all()
 
     def _generate(self) -> None:
+        def waits() -> bool:
+            return self.generation.calling or self.generation.acting
+
         def calls() -> bool:
             begun = bool(self.generation.paused) and (self._drains or not self._pauses)
             return begun or (self.queue.can_start and not self._pauses)
 
         while not self._closed:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self.generation.at_work or calls())
+                self._changed.wait_for(lambda: self._closed or waits() or calls())
                 if calls() and not self._closed:
                     self.generation.submit(joins=not self._pauses)
             ended = self.generation.wait()
@@ -295,39 +297,44 @@ class StreamedSampler:
                 self._changed.notify_all()
 
     @contextmanager
-    def paused(self, why: Pause) -> Iterator[Applying | None]:
-        """Within the block no replica is called. During a validation no response is scored,
-        because it calls the reward function, too. With `rollout.update=drain` the responses that
-        have begun end before a sync. Weights in flight pause nothing, unless a replica is to be
-        started with them."""
-        update = self.config.actor_rollout_ref.rollout.update if why == "sync" else "pause"
-        starts = update == "in_flight" and any(True for _ in self.replicas.to_start())
-        if update == "in_flight" and self.beside and not starts:
+    def syncing(self) -> Iterator[Applying | None]:
+        """Within the block the replicas receive weights. `rollout.update` says what goes on: none
+        is called, or, in flight, all go on and use the weights after the calls before the value's
+        context. A replica that is to be started with these weights pauses the others, too."""
+        in_flight = self._update == "in_flight" and self.overlaps
+        if in_flight and not any(True for _ in self.replicas.to_start()):
             yield self._between_calls
             return
+        with self.paused("sync"):
+            yield None
 
-        def at_work() -> bool:
-            paused = self._drains and self.generation.open
-            generates = self.generation.busy or paused
-            return generates or (why == "validate" and bool(self._scoring))
+    @contextmanager
+    def paused(self, event: Literal["sync", "validate", "save"]) -> Iterator[None]:
+        """Within the block no replica is called. During a validation no response is scored,
+        because it calls the reward function, too. With `rollout.update=drain` the responses that
+        have begun end before a sync."""
+
+        def goes_on() -> bool:
+            calls = self.generation.has_rows if self._drains else self.generation.calling
+            return calls or (event == "validate" and bool(self._scoring))
 
         with self._changed:
             self._pauses += 1
-            self._drains = self.beside and update == "drain"
-            self._changed.wait_for(lambda: self._error or not at_work())
+            self._drains = self.overlaps and event == "sync" and self._update == "drain"
+            self._changed.wait_for(lambda: self._error or not goes_on())
             self._drains = False
             if self._error is not None:
                 raise self._error
-            self._note(why, [])
+            self._note(event, [])
             began = time.perf_counter()
-            if why != "sync" and self._script is None:
+            if event != "sync" and self._script is None:
                 self.generation.forget_caches()
         try:
-            yield None
+            yield
         finally:
             with self._changed:
                 self._pauses -= 1
-                self._note("resume", [why], seconds=time.perf_counter() - began)
+                self._note("resume", [event], seconds=time.perf_counter() - began)
                 self._changed.notify_all()
 
     @contextmanager
@@ -373,7 +380,7 @@ class StreamedSampler:
         groups = self.queue.groups.values()
         ready = self.queue.complete
         self._scoring = _batches(group for group in groups if group not in ready)
-        if not self.beside:
+        if not self.overlaps:
             self._score(self._scoring)
             self._scoring = {}
 
