@@ -151,7 +151,8 @@ def apart_over_in_turns(run: MeasuredRun, staleness: int) -> dict[int, float]:
     """Tokens per second apart, by generating ranks, over tokens per second in turns."""
     found = {}
     for _, config in candidates(run):
-        if config.trainer.max_staleness == staleness:
+        factor = config.actor_rollout_ref.rollout.oversample
+        if config.trainer.max_staleness == staleness and factor is None:
             division = division_of(config)
             copies = division.copies if division.apart else 0
             found[copies] = run.simulated(config).tokens_per_second

@@ -43,6 +43,8 @@ MIN_STEPS = 3
 NEAR = 0.97
 """Of divisions that reach this share of the best one, that with the least staleness is
 recommended."""
+_PACES = ((0, None), *((k, times) for k in (1, 2, 4) for times in (1.25, None)))
+"""`trainer.max_staleness` and `rollout.oversample` of the table."""
 _NEEDED = ("time/rollout", "time/update_actor", "time/sync_weights", "batch/tokens")
 _TRAINED = ("time/evaluate", "time/advantages", "time/update_critic", "time/update_actor")
 
@@ -178,14 +180,15 @@ def candidates(run: MeasuredRun) -> Iterator[tuple[str, TrainConfig]]:
     world = run.config.trainer.ranks
     divided = sorted({max(1, world * part // 4) for part in (1, 2, 3)} if world > 1 else ())
     slice_tokens = max(64, run.config.data.max_response_length // 32)
+    rollout = "actor_rollout_ref.rollout"
     for generating in (0, *divided):
         trains, generates = f"[0-{world - generating - 1}]", f"[{world - generating}-{world - 1}]"
         if not generating:
             trains = generates = "null"
-        for staleness in (0, 1, 2, 4):
+        for staleness, times in _PACES:
             line = f"trainer.max_staleness={staleness} placement.actor={trains} "
-            line += f"placement.rollout={generates}"
-            line += f" actor_rollout_ref.rollout.slice_tokens={slice_tokens}" * (staleness > 0)
+            line += f"placement.rollout={generates} {rollout}.oversample={times or 'null'}"
+            line += f" {rollout}.slice_tokens={slice_tokens}" * (staleness > 0)
             try:
                 config = load_train_config(line.split(), run.file)
                 check_train_settings(config)
@@ -205,7 +208,7 @@ def limit_of(run: MeasuredRun, config: TrainConfig, found: Timeline) -> str:
 
 
 def show_async_plan(path: Path, trace: Path | None = None) -> None:
-    """Print what each staleness and division of the ranks would give a run.
+    """Print what each staleness, over-sampling and division of the ranks would give a run.
 
     Args:
         trace: the file for the timeline of the run, which Perfetto and chrome://tracing open.
@@ -217,7 +220,7 @@ def show_async_plan(path: Path, trace: Path | None = None) -> None:
         print(f"{trace}: {len(spans)} spans, for https://ui.perfetto.dev")
     run = read_run(path)
     own, table = run.simulated(run.config), Table()
-    for name in ("staleness", "ranks train", "copies generate", "tokens/s", "× run", "limit"):
+    for name in ("staleness, oversample", "train", "generate", "tokens/s", "× run", "limit"):
         table.add_column(name, justify="right", no_wrap=name == "limit")
     found = []
     for line, config in candidates(run):
@@ -226,8 +229,9 @@ def show_async_plan(path: Path, trace: Path | None = None) -> None:
         found.append((gain, division.staleness, line))
         copies = f"{division.copies}{'' if division.apart else ', in turns'}"
         rate, limit = f"{timeline.tokens_per_second:.0f}", limit_of(run, config, timeline)
-        of_row = (division.staleness, division.trainers, copies, rate, f"{gain:.2f}", limit)
-        table.add_row(*map(str, of_row))
+        times = config.actor_rollout_ref.rollout.oversample or division.staleness + 1
+        pace = f"{division.staleness}, {times:g}"
+        table.add_row(pace, str(division.trainers), copies, rate, f"{gain:.2f}", limit)
     if not found:
         problem = "has roles whose ranks leave no division of actor and rollout; see placement"
         raise ConfigError(f"plan --async: {path} {problem}", key="--async")

@@ -27,9 +27,10 @@ from quadriga.streams.staleness import StalenessBound
 from quadriga.streams.timeline import Counts, RecordedCall, Span
 from quadriga.workers.method_fields import BEGUN_RESPONSES
 
-_FIT_ROUNDS, _FIT_RCOND = 20, 0.01
-"""How often the slowest copies are chosen anew, and the share of the largest singular value below
-which others are dropped: costs that the calls cannot tell apart become equal."""
+_FIT_ROUNDS, _LEAST_RCOND, _MOST_RCOND = 20, 1e-6, 0.01
+"""How often the slowest copies are chosen anew, and between which bounds the share of the largest
+singular value is below which others are dropped, so that costs that the calls cannot tell apart
+become equal. In between it is the share of the seconds that no costs explain."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,11 @@ def fit_costs(parts: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]) 
     parts, fitted = parts / scale, np.ones(len(scale))
     for _ in range(_FIT_ROUNDS):
         slowest = parts[np.arange(len(seconds)), (parts @ fitted).argmax(1)]
-        used = np.arange(len(scale))
-        while (found := np.linalg.lstsq(slowest[:, used], seconds, _FIT_RCOND)[0]).min() < 0:
+        used, spare = np.arange(len(scale)), max(len(seconds) - len(scale), 1e-9)
+        rest = seconds - slowest @ np.linalg.lstsq(slowest, seconds, _LEAST_RCOND)[0]
+        unexplained = np.sqrt((rest @ rest) / (seconds @ seconds) * len(seconds) / spare)
+        rcond = np.clip(unexplained, _LEAST_RCOND, _MOST_RCOND) if spare >= 1 else _MOST_RCOND
+        while (found := np.linalg.lstsq(slowest[:, used], seconds, rcond)[0]).min() < 0:
             used = np.delete(used, found.argmin())
         fitted = np.zeros(len(scale))
         fitted[used] = found
