@@ -10,6 +10,7 @@ from test_restarts import Kills
 
 from quadriga.backends import profiler_options
 from quadriga.backends.ray.start import Nsight
+from quadriga.cli.main import main
 from quadriga.config.loading import load_config
 from quadriga.config.schema import ProfileConfig, RunConfig, TrainConfig
 from quadriga.errors import CallbackError
@@ -37,7 +38,7 @@ def roles_of(path):
 @pytest.mark.parametrize("tool", ["torch", "memory"])
 def test_the_chosen_steps_are_traced_with_all_roles(run, tmp_path, tool):
     rows = run("trainer.profile.steps=[2]", f"trainer.profile.tool={tool}")
-    assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["step_2"]
+    assert {path.name for path in (tmp_path / "run/profile").iterdir()} == {"step_2", "calls.jsonl"}
     folder = tmp_path / "run/profile/step_2"
     assert sorted(path.name for path in folder.iterdir()) == [TRACE, "roles.json"]
     names = {event["name"] for event in events(folder / TRACE)}
@@ -50,6 +51,20 @@ def test_the_chosen_steps_are_traced_with_all_roles(run, tmp_path, tool):
     assert phase[0] - 0.5 < update[0] < update[1] < phase[1] + 0.5  # one clock
     assert phase[1] - phase[0] == pytest.approx(rows[-1]["time/update_actor"], abs=1e-3)
     assert not any(name == "stop_profile" for _, name in roles)
+
+
+def test_the_timeline_of_a_run_has_every_rank_in_every_step(run, tmp_path):
+    """One file with the controller, the ranks, the calls, the scoring and the weight syncs."""
+    apart = ["placement.actor=[0]", "placement.rollout=[1]", "trainer.n_gpus_per_node=2"]
+    run("trainer.profile.tool=calls", "trainer.max_staleness=1", "data.val_files=[]", *apart)
+    assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["calls.jsonl"]
+    given = ["plan", "--async", str(tmp_path / "run"), "--trace", str(tmp_path / "all.json")]
+    assert main(given) == 2  # two steps are too few for a plan
+    found = roles_of(tmp_path / "all.json")
+    updates, phases = (found[track, "update_actor"] for track in ("actor rank 0", "controller"))
+    for own, phase in zip(updates, phases, strict=True):
+        assert phase[0] - 0.05 < own[0] < own[1] < phase[1] + 0.05 and len(updates) == 2
+    assert {("replica 0", "generate"), ("reward", "score"), ("pause", "sync")} < found.keys()
 
 
 def test_a_step_that_is_lost_leaves_no_profile(tiny_task, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ KLControlType = Literal["fixed", "adaptive"]
 FilterMode = Literal["mask", "refill"]
 UnderFilled = Literal["proceed", "error"]
 CorrectionLevel = Literal["none", "token", "sequence", "geometric"]
-ProfileTool = Literal["torch", "nsys", "memory"]
+ProfileTool = Literal["torch", "nsys", "memory", "calls"]
 CorrectionMode = Literal["truncate", "mask"]
 SpecialTokens = Literal["keep", "neutralise", "refuse"]
 FailurePolicy = Literal["zero", "mask", "fail"]
@@ -580,9 +580,11 @@ class MachineConfig(PathSettings):
 class ProfileConfig:
     """Traces of some steps, in the folder `profile` of the run folder."""
 
-    steps: list[Count] = field(default_factory=list)  # steps that are profiled; empty: none
+    # steps that are profiled; empty: none, and with tool=calls all
+    steps: list[Count] = field(default_factory=list)
     # torch: PyTorch's profiler, also without a GPU; memory: the same with all allocations; nsys:
-    # Nsight Systems, under which the ranks are started
+    # Nsight Systems, under which the ranks are started; calls: no trace, only when each method of
+    # each rank began and ended
     tool: ProfileTool = "torch"
 
 

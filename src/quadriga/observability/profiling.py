@@ -6,7 +6,7 @@ process and so the trace.
 
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from inspect import isawaitable
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +31,7 @@ class ProcessProfile:
     memory  what the methods compute, with shapes and every allocation; with CUDA also the snapshot
             that https://pytorch.org/memory_viz shows
     nsys    marks the calls for Nsight Systems, under which the process was started
+    calls   nothing but the calls
 
     Args:
         path: the trace, a file for Perfetto; with `nsys`, Nsight writes a file of its own.
@@ -49,8 +50,11 @@ class ProcessProfile:
         self.calls: list[ProfiledCall] = []
         self._profiler: profile | None = None
         self._snapshot = tool == "memory" and torch.cuda.is_available()
+        self.marked: Callable[[str], AbstractContextManager[object]] = nullcontext
+        if tool == "calls":
+            return
         if tool == "nsys":
-            self.marked: Callable[[str], AbstractContextManager[object]] = torch.cuda.nvtx.range
+            self.marked = torch.cuda.nvtx.range
             torch.cuda.synchronize()
             torch.cuda.profiler.start()  # type: ignore[no-untyped-call]
             return
@@ -72,6 +76,8 @@ class ProcessProfile:
         """End the profile, write the trace, and return the calls."""
         import torch
 
+        if self.tool == "calls":
+            return self.calls
         if self._profiler is None:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]

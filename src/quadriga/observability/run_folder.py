@@ -10,7 +10,8 @@ runs/run/
   wandb/ mlflow/ …    the files of trackers, if trainer.loggers contains them
   learning_curve.png  reward and validation score over steps
   report.html         all of this as one page (`quadriga report`)
-  profile/            traces of the steps of trainer.profile.steps
+  profile/            traces of the steps of trainer.profile.steps; calls.jsonl: when each rank
+                      was at work in these
   checkpoints/        one folder per saved step
   model/              the trained policy as a Hugging Face folder
   run.lock            the run that writes here, while it does
@@ -49,6 +50,7 @@ OF_TRACKERS = WANDB, MLFLOW, SWANLAB = "wandb", "mlflow", "swanlab"
 PLOT = "learning_curve.png"
 REPORT = "report.html"
 PROFILE = "profile"
+CALLS = f"{PROFILE}/calls.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 _KEY = "trainer.default_local_dir"

@@ -1,8 +1,9 @@
 """When the controller, the replicas and the reward function of a run were at work.
 
-    metrics.jsonl ──► phases of the controller ──┐
-    stream.jsonl ───► calls, scoring, pauses ────┴──► spans ──► a file for Perfetto
-                      └──► seconds of each call, for the costs of a simulation
+    metrics.jsonl ─────────► phases of the controller ──┐
+    profile/calls.jsonl ───► methods of each rank ──────┤
+    stream.jsonl ──────────► calls, scoring, pauses ────┴──► spans ──► a file for Perfetto
+                             └──► seconds of each call, for the costs of a simulation
 
 The phases of a step follow each other and end with it, so their seconds give their starts.
 """
@@ -18,7 +19,7 @@ from annotated_types import Len
 
 from quadriga.errors import DataError
 from quadriga.observability.jsonl import check_row, read_jsonl, read_metrics
-from quadriga.observability.run_folder import METRICS, STREAM
+from quadriga.observability.run_folder import CALLS, METRICS, STREAM
 
 Counts = npt.NDArray[np.int64]
 _PHASES = (
@@ -60,6 +61,8 @@ _NUMBERS: dict[str, object] = {
     "versions": list[list[_Pair]], "resume": Annotated[list[str], Len(1, 1)],
     "settings": Annotated[list[int], Len(7, 8)],
 }  # fmt: skip
+_RANK_CALLS = {"step": int, "calls": list[Annotated[list[str | float], Len(4, 4)]]}
+"""Track, method, and its start and end in seconds after the end of the step."""
 _COMMON = {"step": int, "at": float, **dict.fromkeys(("replica", "synced"), int | None)}
 
 
@@ -82,9 +85,13 @@ class RecordedStream(NamedTuple):
 
 
 def recorded_spans(folder: Path) -> list[Span]:
-    """Return the phases of the steps of a run and the scoring in them, and of a streamed run the
-    rest of its work."""
-    spans, stream = list[Span](), folder / STREAM
+    """Return the phases of the steps of a run and the scoring in them, of profiled steps the work
+    of each rank, and of a streamed run the rest of its work."""
+    spans, stream, own = list[Span](), folder / STREAM, folder / CALLS
+    calls = dict[int, list[Any]]()  # of each step; if it was repeated, of the last time
+    for line, row in enumerate(read_jsonl(own) if own.is_file() else (), 1):
+        check_row(own, line, row, _RANK_CALLS)
+        calls[row["step"]] = row["calls"]
     for row in read_metrics(folder / METRICS):
         phases = _PHASES if "time/rollout" in row else _FINE_TUNING
         seconds = {phase: row.get(f"time/{phase}", 0.0) for phase in phases.split()}
@@ -94,6 +101,8 @@ def recorded_spans(folder: Path) -> list[Span]:
             if phase == "evaluate" and _REWARD in row:
                 spans.append(Span("reward", "score", now, now + row[_REWARD], 0))
             now += seconds[phase]
+        for track, name, start, end in calls.get(int(row["step"]), ()):
+            spans.append(Span(track, name, now + start, now + end, 0))
     return spans + (read_stream(stream).spans if stream.is_file() else [])
 
 

@@ -17,9 +17,9 @@ from quadriga.config.role_ranks import has_reward_model
 from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import QuadrigaError, RolloutOutputError
 from quadriga.files import atomic_write, writing
-from quadriga.observability.jsonl import read_jsonl
+from quadriga.observability.jsonl import JsonlFile, read_jsonl
 from quadriga.observability.profiling import stop_profile
-from quadriga.observability.run_folder import METRICS, PROFILE
+from quadriga.observability.run_folder import CALLS, METRICS, PROFILE, STREAM
 from quadriga.observability.trackers import points_of
 from quadriga.protocol import DataProto, DataProtoFuture, fields
 from quadriga.streams.replicas import (
@@ -100,21 +100,23 @@ class StartedGroups:
     @contextmanager
     def profiled(self, trainer: RunConfig, step: int) -> Iterator[None]:
         """Within the block, trace every rank if the step is one of `trainer.profile.steps`. Then
-        write one file for each rank, and `roles.json` with the work of all roles."""
-        if step not in trainer.profile.steps:
+        write one file for each rank, and `roles.json` with the work of all roles. `calls.jsonl`
+        has the calls of each such step, without those of replicas in `stream.jsonl`."""
+        run, tool = Path(trainer.default_local_dir), trainer.profile.tool
+        if step not in (trainer.profile.steps or [step] * (tool == "calls")):
             yield
             return
-        run, began = Path(trainer.default_local_dir), time.time()
         folder = run / PROFILE / f"step_{step}"
         views: dict[str, WorkerGroup] = {}
         for group in self.groups:
             role, name = group.roles[0], "+".join(group.roles)
-            if has_method(group, role, "start_profile"):
+            streamed = tool == "calls" and role == "rollout" and (run / STREAM).is_file()
+            if has_method(group, role, "start_profile") and not streamed:
                 name += f"_{len(views)}" if name in views else ""
                 views[name] = group.spawn([role])[role]
                 views[name].stop_profile()  # one that a lost step has left
         for name, view in views.items():
-            view.start_profile(trainer.profile.tool, str(folder / name))
+            view.start_profile(tool, str(folder / name))
         try:
             yield
         except BaseException:  # of the local backend: other processes end, or go on
@@ -122,20 +124,20 @@ class StartedGroups:
             raise
         ended = time.time()
         calls = [call for view in views.values() for own in view.stop_profile() for call in own]
-        spans = [
-            Span(f"{c.role} rank {c.rank}", c.method, c.start - began, c.end - began, 0)
-            for c in calls
+        ranks = [
+            (f"{c.role} rank {c.rank}", c.method, c.start - ended, c.end - ended) for c in calls
         ]
+        place = folder.parent if tool == "calls" else folder
+        with writing(place):
+            place.mkdir(parents=True, exist_ok=True)
+        with closing(JsonlFile(run / CALLS)) as lines:
+            lines.write({"step": step, "calls": ranks})
+        if tool == "calls":
+            return
+        spans = [Span(*call, 0) for call in ranks]
         if (run / METRICS).is_file():  # its last row is this step's, and was written just now
             _, elapsed = points_of(read_jsonl(run / METRICS), "progress/elapsed")
-            before, shift = [0.0, *elapsed][-2], ended - elapsed[-1] - began
-            spans += [
-                span._replace(start=span.start + shift, end=span.end + shift)
-                for span in recorded_spans(run)
-                if span.end > before
-            ]
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
+            spans = [span for span in recorded_spans(run) if span.end > [0.0, *elapsed][-2]]
         with atomic_write(folder / "roles.json") as file:
             file.write(json.dumps(chrome_trace(spans)).encode())
 
