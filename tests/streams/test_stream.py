@@ -18,31 +18,24 @@ from quadriga.streams.staleness import StalenessBound
 from quadriga.trainer.streaming import StreamedSampler, in_order
 
 
-class TestStalenessBound:
-    BOUND = StalenessBound(groups=2, steps=1)
-
-    @pytest.mark.parametrize(
-        ("ended", "started", "complete", "chosen"),
-        [
-            (0, "A0 B0 C0 D0", "A C D", "A C"),
-            (1, "B0 D0 E1 F1", "B D E", "B D"),  # of age 1: both must be trained
-            (1, "B0 D0 E1 F1", "D E F", None),  # waits for B
-            (2, "E1 F1 G2 H2", "E G H", None),  # waits for F
-            (2, "E1 G2 H2", "G H E", "E G"),  # E must be, and G was complete first
-            (0, "A0 B0", "B A", "A B"),
-            (0, "A0 B0", "B", None),
-        ],
-    )
-    def test_the_groups_of_a_step(self, ended, started, complete, chosen):
-        at = {ord(name): int(step) for name, step in started.split()}
-        found = self.BOUND.choose(ended, at, [ord(name) for name in complete.split()])
-        assert (found and [chr(number) for number in found]) == (chosen and chosen.split())
-
-    def test_without_staleness_a_step_trains_its_own_groups(self):
-        bound = StalenessBound(3, 0)
-        assert bound.most == 3
-        assert bound.choose(5, {7: 5, 8: 5, 9: 5}, [9, 7]) is None
-        assert bound.choose(5, {7: 5, 8: 5, 9: 5}, [9, 7, 8]) == [7, 8, 9]
+@pytest.mark.parametrize(
+    ("steps", "ended", "started", "complete", "chosen"),
+    [
+        (1, 0, "A0 B0 C0 D0", "A C D", "A C"),
+        (1, 1, "B0 D0 E1 F1", "B D E", "B D"),  # of age 1: both must be trained
+        (1, 1, "B0 D0 E1 F1", "D E F", None),  # waits for B
+        (1, 2, "E1 F1 G2 H2", "E G H", None),  # waits for F
+        (1, 2, "E1 G2 H2", "G H E", "E G"),  # E must be, and G was complete first
+        (1, 0, "A0 B0", "B A", "A B"),
+        (1, 0, "A0 B0", "B", None),
+        (0, 5, "H5 I5", "I", None),  # without staleness a step trains its own groups
+        (0, 5, "H5 I5", "I H", "H I"),
+    ],
+)
+def test_the_groups_of_a_step(steps, ended, started, complete, chosen):
+    at = {ord(name): int(step) for name, step in started.split()}
+    found = StalenessBound(2, steps).choose(ended, at, [ord(name) for name in complete.split()])
+    assert (found and [chr(number) for number in found]) == (chosen and chosen.split())
 
 
 def test_as_few_groups_begin_as_keep_the_trainer_at_work():

@@ -70,19 +70,13 @@ def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path, more):
             metrics_of_run([*common, run, change, f"trainer.resume_mode={middle}"])
 
 
-def test_a_rollout_of_its_own_generates_meanwhile(train_overrides):
-    given = [*STREAMED, *APART, NO_VALIDATION, "trainer.total_training_steps=3"]
-    rows = metrics_of_run([*train_overrides, *given])
-    assert [row["batch/sequences"] for row in rows] == [16.0] * 3
-    assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 0.0]
-
-
 def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_overrides, rule, tmp_path):
     common = [*train_overrides, rule, *STREAMED, ENDS, NO_VALIDATION, "trainer.max_staleness=2"]
     critic = train_overrides[0].replace("actor_rollout_ref", "critic")
     common += [critic, "algorithm.adv_estimator=gae", "critic.warmup_steps=2"]  # no sync in these
     apart = ["trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.rollout=[1,2]"]
     first = metrics_of_run([*common, *apart, STEPS])
+    assert max(row["staleness/max"] for row in first) > 0
     run = f"trainer.default_local_dir={tmp_path / 'again'}"
     replay = [run, f"trainer.replay_order={tmp_path / 'run'}"]
     again = metrics_of_run([*common, *apart, *replay, STEPS])
