@@ -138,7 +138,7 @@ class StreamedSampler:
             batch, metrics = self.runner.result(stages.score_responses, batch, self.reward)
             scores.append((len(batch), metrics))
         scored = stages.merged(*(own for _, own in scores), rows=[rows for rows, _ in scores])
-        return StageResult(batch, {**scored, **self._staleness(taken)})
+        return StageResult(batch, {**scored, **_staleness(self.queue, taken), **self._counts()})
 
     def _fill(self) -> None:
         """Let prompts begin, until the groups on their way are as many as may be, or all that the
@@ -165,18 +165,10 @@ class StreamedSampler:
         groups = enumerate(rows.split(self._n), first)
         self.queue.add([PromptGroup(number, own) for number, own in groups])
 
-    def _staleness(self, taken: Sequence[PromptGroup]) -> Metrics:
-        """Measure how old the groups of a step are."""
-        ages = np.array([self.queue.ended - (group.started or 0) for group in taken])
-        shares = {
-            f"staleness/share_{age}": float((ages == age).mean())
-            for age in range(self.queue.bound.steps + 1)
-        }
+    def _counts(self) -> Metrics:
+        """Count the groups on their way, and those of the run that were moved or dropped."""
         waiting = len(self.queue.waiting)
         return {
-            "staleness/mean": float(ages.mean()),
-            "staleness/max": float(ages.max()),
-            **shares,
             "stream/waiting": float(waiting),
             "stream/started": float(len(self.queue.groups) - waiting),
             "stream/restarted": float(self.queue.restarted),
@@ -517,6 +509,15 @@ def in_order(path: Path) -> list[StreamEvent]:
         found.append((synced if event.synced is None else event.synced, syncs, event))
         synced = event.step if syncs else synced
     return [event for _, _, event in sorted(found, key=lambda event: event[:2])]
+
+
+def _staleness(queue: PromptQueue, taken: Sequence[PromptGroup]) -> Metrics:
+    """Measure how old the groups of a step are."""
+    ages = np.array([queue.ended - (group.started or 0) for group in taken])
+    found = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
+    for age in range(queue.bound.steps + 1):
+        found[f"staleness/share_{age}"] = float((ages == age).mean())
+    return found
 
 
 def _batches(groups: Iterable[PromptGroup]) -> dict[PromptGroup, DataProto]:
