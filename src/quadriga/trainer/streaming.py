@@ -131,8 +131,7 @@ class StreamedSampler:
         batch = DataProto.concat([group.batch for group in taken if group.batch is not None])
         self._note("versions", spans_of_versions(batch))
         with self._changed:
-            scores, self._metrics = self._metrics, []
-            self._dropped = 0
+            scores, self._metrics, self._dropped = self._metrics, [], 0
         if self._roles_score:
             batch = self.runner.run_added("after", batch, GENERATE_SEQUENCES.name)
             batch, metrics = self.runner.result(stages.score_responses, batch, self.reward)
