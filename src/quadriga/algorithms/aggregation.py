@@ -121,28 +121,6 @@ class AggregationEntry:
     paper: str = ""
 
 
-def _token_mean(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c: float) -> Tensor:
-    return loss.sum() / tokens
-
-
-def _token_sum(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c: float) -> Tensor:
-    return loss.sum()
-
-
-def _seq_sum(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c: float) -> Tensor:
-    return loss.sum() / sequences
-
-
-def _seq_mean(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c: float) -> Tensor:
-    # A sequence is never split over micro-batches, so its own length is known here; only the
-    # number of sequences must be global. Sequences (1, 2, 3) and (4): 2/2 + 4/2 = 3.
-    return (loss.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / sequences
-
-
-def _seq_sum_norm(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c: float) -> Tensor:
-    return loss.sum() / sequences / c
-
-
 # Why global counts. A mini-batch has two sequences, split into two micro-batches of one sequence:
 #
 #     micro-batch   token losses   tokens   with global counts (N = 4)   with its own count
@@ -153,19 +131,28 @@ def _seq_sum_norm(loss: Tensor, mask: Tensor, tokens: Count, sequences: Count, c
 # The unsplit `token-mean` is 10 / 4 = 2.5. Own counts give 3, because the single token of the
 # second micro-batch then weighs as much as the three tokens of the first one together.
 #
+# A sequence is never split over micro-batches, so `seq-mean-token-mean` knows its length; only the
+# number of sequences must be global. Sequences (1, 2, 3) and (4): 2/2 + 4/2 = 3.
+#
 # Symbols in the formulas: N tokens and S sequences of the mini-batch, n_i tokens of sequence i,
 # C = loss_scale_length.
 AGGREGATIONS: dict[str, AggregationEntry] = {
-    "token-mean": AggregationEntry(_token_mean, "Σ_i Σ_t ℓ_it / N", paper="2503.14476"),
-    "token-sum": AggregationEntry(_token_sum, "Σ_i Σ_t ℓ_it"),
-    "seq-mean-token-sum": AggregationEntry(_seq_sum, "Σ_i Σ_t ℓ_it / S"),
+    "token-mean": AggregationEntry(
+        lambda loss, mask, n, s, c: loss.sum() / n, "Σ_i Σ_t ℓ_it / N", paper="2503.14476"
+    ),
+    "token-sum": AggregationEntry(lambda loss, mask, n, s, c: loss.sum(), "Σ_i Σ_t ℓ_it"),
+    "seq-mean-token-sum": AggregationEntry(
+        lambda loss, mask, n, s, c: loss.sum() / s, "Σ_i Σ_t ℓ_it / S"
+    ),
     "seq-mean-token-mean": AggregationEntry(
-        _seq_mean, "Σ_i (Σ_t ℓ_it / n_i) / S", paper="2402.03300"
+        lambda loss, mask, n, s, c: (loss.sum(-1) / mask.sum(-1).clamp(min=1)).sum() / s,
+        "Σ_i (Σ_t ℓ_it / n_i) / S", paper="2402.03300",
     ),
     "seq-mean-token-sum-norm": AggregationEntry(
-        _seq_sum_norm, "Σ_i Σ_t ℓ_it / (S·C)", ("loss_scale_length",), paper="2503.20783"
+        lambda loss, mask, n, s, c: loss.sum() / s / c,
+        "Σ_i Σ_t ℓ_it / (S·C)", ("loss_scale_length",), paper="2503.20783",
     ),
-}
+}  # fmt: skip
 
 
 def count_mask(mask_BT: Tensor) -> tuple[Tensor, Tensor]:

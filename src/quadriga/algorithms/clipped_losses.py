@@ -284,8 +284,7 @@ def gspo(
     """
     require_clip("gspo", clip_ratio_low, clip_ratio_high)
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
-    mean = _mean_B1(log_ratio, response_mask_BT)
-    ratio = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = bounded_ratio(_mean_B1(log_ratio, response_mask_BT))
     return _clipped(
         ratio, advantages_BT, log_ratio, response_mask_BT, clip_ratio_low, clip_ratio_high
     )
@@ -310,10 +309,9 @@ def gspo_token(
     """
     require_clip("gspo_token", clip_ratio_low, clip_ratio_high)
     log_ratio = masked_log_ratio(log_prob_BT, old_log_prob_BT, response_mask_BT)
-    mean = _mean_B1(log_ratio.detach(), response_mask_BT)
-    log_s = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     # log s_it = sg[log s_i] + log π − sg[log π]. The difference is 0 in value and has gradient 1.
-    ratio = (log_s + (log_ratio - log_ratio.detach())).exp()
+    s_B1 = bounded_ratio(_mean_B1(log_ratio.detach(), response_mask_BT))
+    ratio = s_B1 * (log_ratio - log_ratio.detach()).exp()
     return _clipped(
         ratio, advantages_BT, log_ratio, response_mask_BT, clip_ratio_low, clip_ratio_high
     )
@@ -350,8 +348,7 @@ def geo_mean(
     sign = torch.sign(advantages)
     clamped = log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
     bounded = sign * torch.minimum(sign * log_ratio, sign * clamped)
-    mean = _mean_B1(bounded, response_mask_BT)
-    ratio = mean.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    ratio = bounded_ratio(_mean_B1(bounded, response_mask_BT))
     loss = -_mean_B1(advantages, response_mask_BT) * ratio
     metrics = ratio_metrics(log_ratio, response_mask_BT)
     outside = log_ratio != clamped

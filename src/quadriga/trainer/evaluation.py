@@ -42,6 +42,7 @@ from quadriga.config.paths import absolute_paths, local_path
 from quadriga.config.role_ranks import trainer_settings
 from quadriga.config.schema import ActorRolloutRefConfig, DataConfig, RolloutConfig, TrainConfig
 from quadriga.config.secrets import shown
+from quadriga.data import PromptDataset
 from quadriga.data.images import TAG
 from quadriga.data.rows import Row, check_files as existing_files, read_pieces
 from quadriga.errors import ConfigError, InputError, RolloutError
@@ -55,6 +56,7 @@ from quadriga.rewards import RewardManager
 from quadriga.rewards.functions import SCORED, Outcome, Status
 from quadriga.rewards.manager import parts_of
 from quadriga.rollout import ROLLOUTS, rollout_of
+from quadriga.single_controller import ClassWithInitArgs, WorkerGroup
 from quadriga.streams.playing import EpisodeGenerator, EpisodeReward, make_episodes
 from quadriga.streams.replicas import FROM_FOLDER, Replicas, ReplicatedRollout, start_replicas
 from quadriga.trainer import stages
@@ -84,8 +86,6 @@ from quadriga.trainer.worker_groups import StartedGroups, one_pool, open_backend
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptDataset
-    from quadriga.single_controller import WorkerGroup
     from quadriga.workers.roles import GeneratingGroup
 
 Messages = Sequence[Mapping[str, object]]
@@ -169,7 +169,6 @@ def load_prompts(
     Raises:
         InputError: names the setting, the file or the row that does not fit.
     """
-    from quadriga.data import PromptDataset
     from quadriga.models.loading import tokenizer_of
 
     check_choice("rollout.name", config.rollout.name, sorted(ROLLOUTS))
@@ -311,7 +310,6 @@ def rollout_group(
         PlacementError: the nodes cannot hold the ranks. Nothing was started.
         WorkerError: a rank failed while it started.
     """
-    from quadriga.single_controller import ClassWithInitArgs
     from quadriga.workers import ActorRolloutRefWorker, RankRuntime
 
     trainer = trainer_settings(config.trainer)

@@ -21,10 +21,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from quadriga.config.commands import RMConfig, SFTConfig
 from quadriga.config.paths import absolute_paths
 from quadriga.config.schema import ActorConfig, ActorRolloutRefConfig, RolloutConfig
+from quadriga.data import PromptDataset, PromptLoader, SFTDataset
 from quadriga.data.conversations import MARGINS, PairDataset, PairLengths, turn_end_ids
+from quadriga.data.loader import BatchDataset, ordered_loader
 from quadriga.errors import QuadrigaError
 from quadriga.models.folder import end_token_ids
+from quadriga.models.limits import LongestSequence
 from quadriga.protocol import DataProto, fields, pad_dataproto_to_divisor, unpad_dataproto
+from quadriga.single_controller import Backend, ClassWithInitArgs
 from quadriga.streams.playing import start_of
 from quadriga.trainer.checkpoints import Checkpointing
 from quadriga.trainer.checks.data import check_fine_tuning_data
@@ -44,14 +48,11 @@ from quadriga.trainer.worker_groups import (
     open_backend,
     start_group,
 )
+from quadriga.workers import RankRuntime, SFTWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptDataset, PromptLoader, SFTDataset
-    from quadriga.data.loader import BatchDataset
-    from quadriga.single_controller import Backend, ClassWithInitArgs
-    from quadriga.workers import RankRuntime
     from quadriga.workers.roles import PairTrainingGroup, SFTGroup
 
 _log = logging.getLogger("quadriga")
@@ -100,7 +101,6 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         rows: BatchDataset[Any],
         callbacks: Iterable[object],
     ) -> None:
-        from quadriga.data import PromptLoader
 
         self.given: ConfigT = given
         self.config: ConfigT = config
@@ -145,7 +145,6 @@ class OneGroupTrainer(ABC, Generic[ConfigT, GroupT]):
         return self._groups
 
     def _start(self, config: ConfigT) -> OneGroup[GroupT]:
-        from quadriga.workers import RankRuntime
 
         trainer = config.trainer
         threads, steps = threads_per_rank(trainer), self.total_steps
@@ -248,7 +247,6 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
     saved_as = Role.Actor
 
     def __init__(self, config: SFTConfig, callbacks: Iterable[object] = ()) -> None:
-        from quadriga.data.loader import ordered_loader
         from quadriga.rewards import RewardManager
         from quadriga.trainer.checks.memory import RunMemory  # imports torch
 
@@ -270,8 +268,6 @@ class SFTTrainer(OneGroupTrainer[SFTConfig, "SFTGroup"]):
 
     def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
         """See `OneGroupTrainer`."""
-        from quadriga.single_controller import ClassWithInitArgs
-        from quadriga.workers import SFTWorker
 
         config, trainer = self.config, self.config.trainer
         settings = ActorRolloutRefConfig(
@@ -336,8 +332,6 @@ def load_sft_rows(config: SFTConfig) -> SFTRows:
     Raises:
         InputError: a file, a row or the model does not fit.
     """
-    from quadriga.data import PromptDataset, SFTDataset
-    from quadriga.models.limits import LongestSequence
     from quadriga.models.loading import tokenizer_of
 
     data, tokenizer = config.data, tokenizer_of(config.model)
@@ -423,7 +417,6 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
 
     def worker(self, runtime: RankRuntime) -> ClassWithInitArgs:
         """See `OneGroupTrainer`."""
-        from quadriga.single_controller import ClassWithInitArgs
         from quadriga.workers import PairTrainingWorker
 
         return ClassWithInitArgs(PairTrainingWorker, config=self.config, runtime=runtime)
@@ -449,7 +442,6 @@ class RMTrainer(OneGroupTrainer[RMConfig, "PairTrainingGroup"]):
 def validate_pairs(policy: PairTrainingGroup, pairs: PairDataset, size: int) -> dict[str, float]:
     """Return the loss of pairs, and the share whose chosen response has the higher score."""
     from quadriga.algorithms.value_loss import pairwise_loss
-    from quadriga.data.loader import ordered_loader
 
     losses: list[float] = []
     right = 0
@@ -484,7 +476,6 @@ def load_pairs(config: RMConfig) -> Pairs:
     Raises:
         InputError: a file, a row or the model does not fit.
     """
-    from quadriga.models.limits import LongestSequence
     from quadriga.models.loading import padding_token, tokenizer_of
 
     model, data = config.model, config.data

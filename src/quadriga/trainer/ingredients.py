@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from quadriga.config.commands import GenerationConfig
 from quadriga.config.schema import AgentConfig, DataConfig, ModelConfig, TrainConfig
+from quadriga.data import PromptLoader
 from quadriga.errors import ConfigError
+from quadriga.rewards import RewardManager
 from quadriga.streams.playing import start_of
 from quadriga.trainer.checks.data import check_training_data
 from quadriga.trainer.dataflow import StepPlan, scores_come_from_roles, validation_dataflow
@@ -19,11 +21,9 @@ from quadriga.trainer.stages import BatchReward
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from quadriga.data import PromptLoader
     from quadriga.data.images import ImageRules
     from quadriga.data.loader import Mixture
     from quadriga.data.user_classes import Prompts
-    from quadriga.rewards import RewardManager
 
 PromptSettings = TypeVar("PromptSettings", DataConfig, GenerationConfig)
 
@@ -39,7 +39,6 @@ class Ingredients:
 
     def close(self) -> None:
         """End the processes of the reward function, if it has some."""
-        from quadriga.rewards import RewardManager
 
         if isinstance(self.reward, RewardManager):
             self.reward.close()
@@ -58,11 +57,9 @@ def load_ingredients(config: TrainConfig, reward: BatchReward | None = None) -> 
             model.
         ConfigError: a sequence does not fit the token budget of a micro-batch.
     """
-    from quadriga.data import PromptLoader
     from quadriga.data.loader import ordered_loader
     from quadriga.data.user_classes import sampler_state, user_sampler
     from quadriga.models.loading import tokenizer_of
-    from quadriga.rewards import RewardManager
 
     data, model = with_tool_prompts(config.data, config.agent), config.actor_rollout_ref.model
     tokenizer = tokenizer_of(model)

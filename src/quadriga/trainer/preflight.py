@@ -20,6 +20,7 @@ from quadriga.engines import check_engine_folder
 from quadriga.errors import ConfigError, ModelError
 from quadriga.observability.callbacks import callback_file
 from quadriga.observability.run_folder import RunFolder
+from quadriga.parallel.device import get_device_name, planned_device
 from quadriga.rewards.manager import parts_of
 from quadriga.rollout import check_adapters, rollout_of
 from quadriga.single_controller import Worker
@@ -96,7 +97,6 @@ def _check_models(config: TrainConfig) -> None:
     if config.critic.model.path:  # its tokenizer is not read
         check_folder("critic.model", config.critic.model, tokenizer=False)
     check_images_supported(config)
-    from quadriga.parallel.device import planned_device
 
     policy = config.actor_rollout_ref
     rollout_of(policy.rollout).check_model(policy.model, planned_device(config.trainer))
@@ -264,8 +264,6 @@ def profile_problems(trainer: RunConfig, total_steps: int) -> settings.Problems:
         text = f"has step {late[0]}, but the run has {total_steps}; leave it out"
         yield "trainer.profile.steps", text
     if profile.steps and profile.tool == "nsys":
-        from quadriga.parallel.device import get_device_name  # imports torch
-
         seen = get_device_name()
         if trainer.backend != "ray" or "cuda" not in (seen, trainer.device):
             yield (

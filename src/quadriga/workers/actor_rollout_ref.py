@@ -12,17 +12,19 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from quadriga.config.schema import ActorRolloutRefConfig, EngineConfig, ModelConfig, SamplingConfig
 from quadriga.engines.base import ENTROPY, LOG_PROBS, Outputs, TrainEngine
 from quadriga.errors import ConfigError, FieldError, WorkerError
-from quadriga.models.images import MultiModalRows
+from quadriga.models.images import MultiModalRows, image_tokens
 from quadriga.parallel.device import used_memory
 from quadriga.parallel.distributed import local_device
 from quadriga.protocol import DataProto, fields
 from quadriga.rollout import loads_adapters, rollout_of
-from quadriga.rollout.base import RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.base import Continued, RolloutEngine, RolloutOutput, SamplingParams
+from quadriga.rollout.guard import GuardedRollout, guarded
 from quadriga.single_controller import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from quadriga.weight_sync.sync import PolicyWeights
 from quadriga.workers import method_fields
@@ -88,7 +90,6 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
     def init_model(self) -> None:
         """Load the engines that the role needs, and copy the actor's weights to the rollout."""
         from quadriga.engines import build_engine
-        from quadriga.rollout.guard import GuardedRollout
 
         model, actor = self.config.model, self.config.actor
         if self.uses("actor"):
@@ -272,7 +273,6 @@ class ActorRolloutRefWorker(SavedWorker, PolicyWeights):
         *,
         entropy: bool = False,
     ) -> Outputs:
-        from quadriga.models.images import MultiModalRows
 
         actor, names = self.config.actor, list(method_fields.MODEL_INPUTS)
         engine = actor.engine if use == "actor" else self._ref_settings()
@@ -423,11 +423,8 @@ def generate_batch(
             `rollout.guard`.
         FieldError: some of `BEGUN_RESPONSES` are missing, or have another shape than [B, R].
     """
-    import torch
 
     from quadriga.data.loader import positions
-    from quadriga.models.images import MultiModalRows
-    from quadriga.rollout.guard import guarded
 
     engine = guarded(engine)  # that of a worker class of the user may have no guard
     prompt_ids = prompts.batch[fields.INPUT_IDS]
@@ -483,11 +480,8 @@ def _continued(
 
     Of a row with several contexts, the last one is sent.
     """
-    import torch
 
-    from quadriga.models.images import MultiModalRows
     from quadriga.models.routes import UNKNOWN
-    from quadriga.rollout.base import Continued, RolloutOutput
 
     begun, limit = _begun_responses(prompts, sampling), sampling.max_new_tokens
     mask = known_tokens(begun[fields.RESPONSE_MASK], begun[fields.TOKEN_VERSIONS])
@@ -537,7 +531,6 @@ def _begun_responses(prompts: DataProto, sampling: SamplingParams) -> dict[str, 
     Raises:
         FieldError: the batch has some of them only, or in another form.
     """
-    import torch
 
     shape = len(prompts), sampling.max_new_tokens
     none = torch.zeros(shape, dtype=torch.int64)
@@ -578,7 +571,6 @@ def sampling_params(
 ) -> SamplingParams:
     """Return the settings in the form that rollout engines take, with the padding and end tokens
     of the model."""
-    from quadriga.rollout.base import SamplingParams
 
     pad, ends, excluded = special_tokens(model)
     return SamplingParams.of(settings, max_new_tokens, pad, ends, excluded)
@@ -593,7 +585,6 @@ def special_tokens(model: ModelConfig) -> tuple[int, tuple[int, ...], tuple[int,
     """
     from quadriga.data.conversations import turn_end_ids
     from quadriga.models.folder import end_token_ids
-    from quadriga.models.images import image_tokens
     from quadriga.models.loading import tokenizer_of
 
     tokenizer = tokenizer_of(model)

@@ -21,7 +21,7 @@ from quadriga.config.schema import (
     RewardModelConfig,
     RolloutCorrectionConfig,
 )
-from quadriga.engines import kind_of
+from quadriga.engines import build_engine, kind_of
 from quadriga.engines.base import VALUES, HeadKind, TrainEngine
 from quadriga.errors import ConfigError, QuadrigaError, WorkerError
 from quadriga.protocol import DataProto, fields
@@ -283,7 +283,6 @@ class EngineWorker(SavedWorker, Generic[ConfigT]):
     def init_model(self) -> None:
         """Load the model with its head. A head that the folder of a trained model does not have is
         zero."""
-        from quadriga.engines import build_engine
 
         config: CriticConfig | RewardModelConfig | RMConfig = self.config
         self.engine = build_engine(

@@ -16,7 +16,8 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from operator import attrgetter
+from typing import Any, TypeAlias
 
 import torch
 
@@ -63,12 +64,7 @@ from quadriga.trainer.roles.registry import (
     registered_for,
 )
 from quadriga.trainer.stages import BatchReward, ModelReward
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from quadriga.algorithms.kl import KLController
-    from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup, RewardModelGroup
+from quadriga.workers.roles import ActorGroup, CriticGroup, RefGroup, RewardModelGroup
 
 PoolManager: TypeAlias = "ResourcePoolManager[Role] | QuadrigaPools"
 
@@ -286,25 +282,13 @@ class VerlTrainerNames(QuadrigaTrainer):
         """The worker group of the reward model; None if it is not enabled."""
         return self.init_workers().reward_model
 
-    @property
-    def use_rm(self) -> bool:
-        """Whether the run has a reward model."""
-        return has_reward_model(self.config)
-
-    @property
-    def use_critic(self) -> bool:
-        """Whether the run has a critic."""
-        return needs_critic(self.config)
-
-    @property
-    def use_reference_policy(self) -> bool:
-        """Whether the run has a reference."""
-        return needs_reference(self.config)
-
-    @property
-    def ref_in_actor(self) -> bool:
-        """Whether the reference is the actor without its adapters."""
-        return self.config.actor_rollout_ref.model.lora.enabled
+    use_rm = property(lambda self: has_reward_model(self.config))
+    use_critic = property(lambda self: needs_critic(self.config))
+    use_reference_policy = property(lambda self: needs_reference(self.config))
+    ref_in_actor = property(attrgetter("config.actor_rollout_ref.model.lora.enabled"))
+    tokenizer = property(attrgetter("ingredients.tokenizer"))
+    kl_ctrl_in_reward = property(attrgetter("kl_controller"))
+    total_training_steps = property(attrgetter("total_steps"))
 
     @property
     def hybrid_engine(self) -> bool:
@@ -322,21 +306,6 @@ class VerlTrainerNames(QuadrigaTrainer):
         """The loader of the prompts of the validation; None without such data."""
         loader = self.ingredients.val_loader
         return None if loader is None else BatchDicts(loader)
-
-    @property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer of the policy."""
-        return self.ingredients.tokenizer
-
-    @property
-    def kl_ctrl_in_reward(self) -> KLController:
-        """The controller of the KL coefficient in the rewards."""
-        return self.kl_controller
-
-    @property
-    def total_training_steps(self) -> int:
-        """The number of training steps of the whole run."""
-        return self.total_steps
 
     @property
     def global_steps(self) -> int:
