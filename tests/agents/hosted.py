@@ -7,6 +7,7 @@ import random
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -77,6 +78,17 @@ class Odd(Environment):
             "bytes": Done(b"1"),
             "nested": Observation([{**EMPTY, "more": json.loads("[" * 300 + "]" * 300)}]),
         }.get(action.text, "fine")
+
+
+class Closing(Environment):
+    """Leaves a file when it is closed."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.folder = folder
+
+    def close(self):
+        Path(self.folder, self.row["name"]).touch()
 
 
 class Stops(Environment):

@@ -91,9 +91,13 @@ async def over_http(model, row):
                 model=model.name, prompt="Twice", stream=True
             )
         ]  # fmt: skip
-        tokens = [(t.token, t.logprob) for t in first.choices[0].logprobs.content]
+        assert [t.logprob for t in first.choices[0].logprobs.content] == [-0.5, -0.1]
         models = [each.id async for each in client.models.list()]
-        assert (streamed, last, tokens) == ("two", "length", [("one", -0.5)]), (streamed, tokens)
+        tokens, byte_lists = zip(
+            *((t.token, t.bytes) for t in first.choices[0].logprobs.content), strict=True
+        )
+        assert (streamed, last) == ("two", "length"), streamed
+        assert (tokens, byte_lists) == (("one", "\ufffd"), ([111, 110, 101], None))
         assert len(names) == 1
         assert (third.choices[0].text, models) == ("three", [model.name])
         [fourth] = parts
@@ -102,7 +106,7 @@ async def over_http(model, row):
             (one.prompt_tokens, one.completion_tokens, one.total_tokens)
             for one in [*filter(None, usages), third.usage]
         ]
-        assert counts == [(7, 1, 8), (9, 2, 11), (4, 0, 4)], counts
+        assert counts == [(7, 2, 9), (9, 2, 11), (4, 0, 4)], counts
     return 1.0
 
 

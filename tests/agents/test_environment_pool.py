@@ -59,6 +59,15 @@ def test_a_process_imports_no_torch():
     assert run_python("-c", code).stdout == "False\n"
 
 
+def test_environments_close_with_their_episode_and_with_the_pool(pool, tmp_path):
+    own = pool("Closing", folder=str(tmp_path), timeout_s=60.0)
+    play(own, "one", "two", "three")
+    own.end(0)
+    own.play(1, {}, acts(["two", "hang"]))
+    own.close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["row 0", "row 1", "row 2"]
+
+
 def test_turns_are_answered(pool):
     own = pool(greeting="hello")
     own.play(7, {"name": "a"}, [])

@@ -74,7 +74,8 @@ def test_calls_of_tools_are_read_from_a_turn(policy):
     begun = own.answer()
     assert [tool["function"]["name"] for tool in begun.tools] == ["add"]
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
-    found = own.answer(f"So:{call}")
+    found = own.answer(f"<think><tool_call>?</think>So:{call}then")
+    assert found.chat[1]["content"] == "<think><tool_call>?</think>So:then"
     assert (found.messages, found.new_context) == (
         [{"role": "tool", "content": "5", "tool_call_id": "call00100", "name": "add"}], False
     )  # fmt: skip
@@ -133,7 +134,7 @@ def test_a_request_that_waits_when_the_episode_ends_is_refused(policy, tmp_path)
 def test_the_openai_client_asks_the_policy(policy):
     own = policy("over_http")
     assert seen(own.answer()) == (["first"], True)
-    first = own.answer("one", tokens=[("one", -0.5)], prompt_tokens=7)
+    first = own.answer("one", tokens=[("one", -0.5), ("\ufffd", -0.1)], prompt_tokens=7)
     assert seen(first) == (["second"], False)
     tokens = [("t", -0.5), ("wo", -0.1)]
     begun = own.answer("two", finished=False, tokens=tokens, prompt_tokens=9)

@@ -18,6 +18,10 @@ from quadriga.agents.tool_calls import (
 from quadriga.errors import ConfigError
 
 
+def read(text, format):
+    return parse_calls(text, format)[:2]
+
+
 def search(query: str, limit: int | None = None, tags: list[str] = ()) -> str:
     """Search.
 
@@ -49,27 +53,36 @@ FIRST = {"llama3": ""}
 def test_calls_are_read_in_their_order(format):
     text = FIRST.get(format, "I call it.\n") + WRITTEN[format]
     expected = ToolCall("f", {"a": "1" if format == "qwen3_coder" else 1}, format != "qwen3_coder")
-    assert parse_calls(text, format) == ([expected], None)
-    assert parse_calls(text + WRITTEN[format], format) == ([expected] * 2, None)
-    assert parse_calls("I do not.", format) == ([], None)
+    assert read(text, format) == ([expected], None)
+    assert read(text + WRITTEN[format], format) == ([expected] * 2, None)
+    assert read("I do not.", format) == ([], None)
     thought = f"<think>{WRITTEN[format]}</think>\nI do not."
-    assert parse_calls(thought, format) == ([], None)
+    for without in (thought, f"<think>Or {WRITTEN[format]}"):  # the second one is cut
+        assert parse_calls(without, format) == ([], None, without)
+    around = f"{thought}{WRITTEN[format]}So."
+    if format != "llama3":
+        assert parse_calls(around, format).content in (f"{thought}So.", thought)
 
 
 def test_other_ways_to_write_a_call():
     f = [ToolCall("f", {"a": 1})]
-    assert parse_calls('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "llama3") == (f, None)
-    assert parse_calls('{"answer": 3}', "llama3") == ([], None)
-    assert parse_calls('[TOOL_CALLS]f{"a": 1}', "mistral") == (f, None)
-    assert parse_calls('[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}', "mistral") == (f, None)
+    assert read('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "llama3") == (f, None)
+    assert read('{"answer": 3}', "llama3") == ([], None)
+    assert read('[TOOL_CALLS]f{"a": 1}', "mistral") == (f, None)
+    assert read('[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}', "mistral") == (f, None)
+    named = [ToolCall("f", {"a": "[TOOL_CALLS]"})]
+    assert read('[TOOL_CALLS]f{"a": "[TOOL_CALLS]"}', "mistral") == (named, None)
     pair = json.dumps([{"name": "f", "arguments": {"a": 1}}] * 2)
-    assert parse_calls(f"[TOOL_CALLS]{pair}", "mistral") == (f * 2, None)
+    assert read(f"[TOOL_CALLS]{pair}", "mistral") == (f * 2, None)
     inner = (
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}'  # JSON in JSON; cut at the limit
     )
-    assert parse_calls(inner, "hermes") == (f, None)
+    assert read(inner, "hermes") == (f, None)
+    tagged = ToolCall("f", {"a": "</tool_call>"})
+    text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': tagged.arguments})}</tool_call>"
+    assert parse_calls(f"So{text}\n{inner} it", "hermes") == ([tagged, *f], None, "So\n it")
     header = ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
-    assert parse_calls(f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{header}",
+    assert read(f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{header}",
                        "harmony") == (f, None)  # fmt: skip
 
 
@@ -91,7 +104,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("format", "text", "problem"), MALFORMED)
 def test_a_malformed_call_is_explained_in_one_line(format, text, problem):
-    calls, found = parse_calls(text, format)
+    calls, found = read(text, format)
     assert (calls, "\n" in found, problem in found) == ([], False, True)
     assert len(found) < 400
 
@@ -116,7 +129,7 @@ PIECES += [
 def test_no_text_of_a_policy_raises(text):
     tool = Tool.of(search)
     for format in WRITTEN:
-        calls, problem = parse_calls(text, format)
+        calls, problem = read(text, format)
         assert problem is None or isinstance(problem, str)
         assert all(isinstance(tool.arguments_of(call), dict | str) for call in calls)
 
@@ -138,7 +151,7 @@ def test_every_json_value_arrives_as_it_was_written(arguments, format):
     text = {"hermes": f"<tool_call>{one}</tool_call>", "mistral": f"[TOOL_CALLS][{one}]"}
     text["harmony"] = f" to=functions.f<|message|>{json.dumps(arguments)}<|call|>"
     if not any(mark in one for mark in ("<", "[TOOL_CALLS]")):
-        assert parse_calls(text[format], format) == ([ToolCall("f", arguments)], None)
+        assert read(text[format], format) == ([ToolCall("f", arguments)], None)
 
 
 CHECKED = [

@@ -90,6 +90,23 @@ def test_a_turn_knows_how_many_tokens_of_its_context_stand_before_it():
     assert pool.prompt_tokens == [3, 5, 2]
 
 
+def test_a_row_ends_after_its_seconds_and_one_with_images_has_no_other_prompt():
+    timed, own = PromptGroup(0, prompts()), episodes(Pool())
+    own.max_seconds = 0.0
+    own.act([(timed, 0)], answered([[0, 0]]))
+    assert own.collect() == []
+    image, own.max_seconds = PromptGroup(1, prompts()), None
+    image.prompts.non_tensor_batch[fields.MULTI_MODAL_INPUTS] = object_array([{}])
+    own.begin(image)
+    own.pool.waiting = [Answer(2, "observed", [{"role": "user", "content": "b"}])]
+    assert len(own.collect()) == 1  # its first turn is written, and then it ends
+    own.act([(image, 0)], answered([[0]]))
+    assert own.collect() == []
+    [[one], [other]] = (group.batch.non_tensor_batch[fields.EPISODE] for group in (timed, image))
+    assert (one["status"], other["status"]) == ("seconds", "raised")
+    assert "a row with images" in other["detail"]
+
+
 def test_a_row_whose_observation_the_template_cannot_write_fails_alone():
     def following_ids(rows):
         if any(sampled == [5, 6] for sampled, _ in rows):

@@ -166,7 +166,9 @@ def test_what_reset_returns_is_in_the_prompt(train_overrides, game, batches, tmp
     text = GAME.replace("self.limit =", "self.limit = 3 or")
     text += '\n    def reset(self, row):\n        self.limit = 9\n        return "Now."\n'
     (tmp_path / "game.py").write_text(text)
-    config = load_config(TrainConfig, [*train_overrides, *game, "agent.reset_tokens=24"])
+    # Token 4 begins a turn of the assistant, so observations end with a token that ends responses.
+    stops = "actor_rollout_ref.rollout.sampling.stop_token_ids=[4]"
+    config = load_config(TrainConfig, [*train_overrides, *game, "agent.reset_tokens=24", stops])
     run_training(config)
     turns = Turns(tokenizer_of(config.actor_rollout_ref.model))
     batch = batches[0]
@@ -176,6 +178,7 @@ def test_what_reset_returns_is_in_the_prompt(train_overrides, game, batches, tmp
     ):  # fmt: skip
         assert raw[-1] == {"role": "user", "content": "Now."} and len(raw) == 2
         assert prompt[-length:].tolist() == turns.prompt_ids(raw)
+    assert (batch.batch[fields.TOKEN_VERSIONS] == -2).any()
 
 
 FAILS = """

@@ -161,7 +161,7 @@ class Endpoint:
         choice: Json = {"index": 0, "finish_reason": finish}
         if body.get("logprobs"):
             tokens = [
-                {"token": text, "logprob": number, "bytes": list(text.encode()), "top_logprobs": []}
+                {"token": text, "logprob": number, "bytes": _bytes(text), "top_logprobs": []}
                 for text, number in reply.action.tokens
             ]
             choice["logprobs"] = {"content": tokens}
@@ -245,6 +245,11 @@ async def _unless_gone(request: Request, asked: Coroutine[Any, Any, Reply]) -> R
         reply.cancel()
         raise _RequestError(499, "client_closed_request", "the client has hung up")
     return await reply
+
+
+def _bytes(token: str) -> list[int] | None:
+    """Return the bytes of the text of a token; None if it may be a part of a character."""
+    return None if "\N{REPLACEMENT CHARACTER}" in token else list(token.encode())
 
 
 def _finish_reason(reply: Reply) -> str:

@@ -24,15 +24,16 @@ import json
 import math
 import os
 import select
+import socket
 import time
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter
 
@@ -43,6 +44,7 @@ Status = Literal["observed", "done", "raised", "timed_out", "crashed"]
 FAILURES: tuple[Status, ...] = ("raised", "timed_out", "crashed")
 _LATE_S = 5.0  # time for a process to report that a call has exceeded its deadline
 _START_S = 120.0  # time for the first call of a process, which imports the file
+CLOSE_S = 2.0  # time for the environments of a process to close when the pool ends
 MAX_BYTES = 1 << 22  # of an answer
 
 
@@ -253,10 +255,18 @@ class EpisodePool:
         return found
 
     def close(self) -> None:
-        """Kill the processes and what they have started. All episodes are dropped."""
-        kill_all(self._all, os.getpid())
+        """Let the processes close their environments, for at most a few seconds, and kill them and
+        what they have started. All episodes are dropped."""
         for host in self._hosts:
             host.outbox.put(None)
+        left, until = [host.process.connection for host in self._hosts], time.monotonic() + CLOSE_S
+        while left and (ended := wait(left, max(0.0, until - time.monotonic()))):
+            for connection in cast("list[Connection]", ended):
+                try:
+                    connection.recv_bytes(MAX_BYTES)  # of a call that was in flight
+                except (EOFError, OSError):
+                    left.remove(connection)
+        kill_all(self._all, os.getpid())
         for held in (self._episodes, self._hosts, self._suspects, self._answers):
             held.clear()
 
@@ -352,5 +362,7 @@ def _send_all(process: PoolProcess, outbox: SimpleQueue[object]) -> None:
     try:
         while (message := outbox.get()) is not None:
             process.connection.send(message)
+        with socket.socket(fileno=os.dup(process.connection.fileno())) as ours:
+            ours.shutdown(socket.SHUT_WR)  # it reads the end, and answers no more
     except OSError:  # it has ended, or reads no more: `answers` finds that its pipe is closed
         process.popen.terminate()

@@ -27,8 +27,10 @@ from quadriga.agents.environments import (
     Observation,
     checked,
 )
-from quadriga.agents.pool import FORM, MAX_BYTES, READY, Answer, End, Play, digest, encoded
+from quadriga.agents.pool import CLOSE_S, FORM, MAX_BYTES, READY, Answer, End, Play, digest, encoded
 from quadriga.agents.program import Program, Request
+from quadriga.agents.sandbox import python
+from quadriga.agents.tool_calls import Tool
 from quadriga.containment import describe
 from quadriga.errors import InputError
 from quadriga.rewards.pool_worker import run_program
@@ -57,6 +59,11 @@ class Host:
         loop.set_default_executor(ThreadPoolExecutor(_THREADS))
         loop.add_reader(self._connection.fileno(), self._receive)
         await self._ended.wait()
+        loop.remove_reader(self._connection.fileno())
+        for number in [*self._found]:
+            self._end(number)
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=CLOSE_S)
 
     def _receive(self) -> None:
         try:
@@ -65,13 +72,16 @@ class Host:
             self._ended.set()
             return
         if isinstance(message, End):
-            if (task := self._tasks.pop(message.episode, None)) is not None:
-                task.cancel()
-            if (own := self._found.pop(message.episode, None)) is not None:
-                self._closing.add(closing := asyncio.create_task(own.close()))
-                closing.add_done_callback(self._closing.discard)
+            self._end(message.episode)
         else:
             self._tasks[message.episode] = asyncio.create_task(self._play(message))
+
+    def _end(self, episode: int) -> None:
+        if (task := self._tasks.pop(episode, None)) is not None:
+            task.cancel()
+        if (own := self._found.pop(episode, None)) is not None:
+            self._closing.add(closing := asyncio.create_task(own.close()))
+            closing.add_done_callback(self._closing.discard)
 
     async def _play(self, play: Play) -> None:
         """Call the environment, and send its answer."""
@@ -132,8 +142,7 @@ def _class_of(ref: EnvironmentRef) -> Callable[..., Environment]:
     """Return what makes an environment. Raises as `EnvironmentRef.load`."""
     loaded = ref.load()
     if not isinstance(loaded, type) or "tool_format" in ref.options:
-        # Writes schemas of tools. Its import takes seconds, which no call has.
-        import transformers.utils.chat_template_utils  # noqa: F401
+        Tool.of(python)  # imports what writes schemas, in seconds that no call has
     if isinstance(loaded, type):
         return loaded
     return cast("Callable[..., Environment]", partial(Program, loaded, ref.tool_format))

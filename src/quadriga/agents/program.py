@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -34,7 +33,6 @@ from quadriga.agents.tool_calls import Schema, Tool, ToolFormat, parse_calls
 from quadriga.errors import InputError
 
 _ENDED = "the episode has ended"
-_CALLS = re.compile(r"<tool_call>|\[TOOL_CALLS\]|<\|python_tag\|>|<\|channel\|>commentary")
 
 
 @dataclass(frozen=True)
@@ -244,20 +242,19 @@ class Program:
         return Request(new, chat=request.chat, tools=request.tools, max_tokens=request.max_tokens)
 
     def _reply(self, request: Request, action: Action) -> Reply:
-        text, calls, problem = action.text, list[dict[str, Any]](), None
-        if request.tools:  # `ask` has refused them without a format
-            found, problem = parse_calls(text, cast("ToolFormat", self._format))
-            known = {tool["function"]["name"]: Tool(print, tool) for tool in request.tools}
-            for number, call in enumerate(found):
-                given = known[call.name].given(call) if call.name in known else call.arguments
-                function = {"name": call.name, "arguments": json.dumps(dict(given))}
-                name = f"call{action.turn:03d}{number:02d}"
-                calls.append({"id": name, "type": "function", "function": function})
-        if not calls:
-            return Reply({"role": "assistant", "content": text}, action)
-        before = _CALLS.split(text, maxsplit=1)
-        content = text if problem else before[0] if len(before) > 1 else ""
-        return Reply({"role": "assistant", "content": content, "tool_calls": calls}, action)
+        if not request.tools:  # `ask` has refused them without a format
+            return Reply({"role": "assistant", "content": action.text}, action)
+        found, problem, content = parse_calls(action.text, cast("ToolFormat", self._format))
+        known = {tool["function"]["name"]: Tool(print, tool) for tool in request.tools}
+        calls = list[dict[str, Any]]()
+        for number, call in enumerate(found):
+            given = known[call.name].given(call) if call.name in known else call.arguments
+            function = {"name": call.name, "arguments": json.dumps(dict(given))}
+            name = f"call{action.turn:03d}{number:02d}"
+            calls.append({"id": name, "type": "function", "function": function})
+        content = action.text if problem or not calls else content.strip()
+        of_tools = {"tool_calls": calls} if calls else {}
+        return Reply({"role": "assistant", "content": content, **of_tools}, action)
 
 
 def schemas(tools: Sequence[Schema | Callable[..., Any]]) -> list[Schema]:

@@ -102,12 +102,12 @@ def run_python(
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise InputError(f"files[{name!r}] must be a relative path inside of the folder")
     written = {**(files or {}), "main.py": code}
-    if image is not None:
-        with _AT_ONCE:
-            return _run_in_container(
-                image, written, timeout_s, max_output, f"{memory_mb}m", processes
-            )
     with _AT_ONCE, tempfile.TemporaryDirectory(prefix="quadriga_") as folder:
+        if image is not None:
+            memory = f"{memory_mb}m"
+            return _run_in_container(
+                image, written, timeout_s, max_output, memory, processes, folder
+            )
         request = {
             "argv": [sys.executable, "-E", "-s", "-B", "main.py"],
             "environment": _ENVIRONMENT,
@@ -124,6 +124,7 @@ def run_python(
             json.dumps(request).encode(),
             timeout_s,
             max_output,
+            folder,
             env={},
         )
     if not told and cause is None:
@@ -177,6 +178,7 @@ def _run_in_container(
     max_output: int,
     memory: str,
     processes: int,
+    folder: str,
 ) -> Result:
     tool = shutil.which("podman") or shutil.which("docker")
     if image.startswith("-"):
@@ -195,7 +197,7 @@ def _run_in_container(
     request = json.dumps([word, timeout_s + _LAST_READ_S, files]).encode() + b"\n"
     most, cause = max_output + 2 * len(word) + 16, None
     try:
-        output, _, cause = _run(program, request, timeout_s, most, start_s=_PULL_S)
+        output, _, cause = _run(program, request, timeout_s, most, folder, start_s=_PULL_S)
     finally:
         if cause is not None or sys.exception():  # the tool was killed, and its container goes on
             subprocess.run([tool, "kill", name], capture_output=True, timeout=60, check=False)
@@ -219,6 +221,7 @@ def _run(
     request: bytes,
     timeout_s: float,
     max_output: int,
+    folder: str,
     env: Mapping[str, str] | None = None,
     start_s: float = 0.0,
 ) -> tuple[bytes, list[dict[str, object]], Literal["timed_out", "too_much_output"] | None]:
@@ -226,6 +229,7 @@ def _run(
 
     Args:
         program: which gets the descriptor of a pipe as its last argument.
+        folder: in which it starts; podman leaves files there when memory is used up.
         env: None: the variables of this process.
         start_s: further seconds until its first output, with which `timeout_s` begins.
 
@@ -244,6 +248,7 @@ def _run(
             stderr=subprocess.STDOUT,
             env=env,
             pass_fds=[its_end],
+            cwd=folder,
             start_new_session=True,
         ) as process,
         selectors.DefaultSelector() as ready,
@@ -270,7 +275,7 @@ def _run(
                         ready.unregister(key.fileobj)
                     if start_s and key.data == "output":
                         start_s, ends = 0.0, time.monotonic() + timeout_s
-                    if len(found[key.data]) <= max_output:
+                    if key.data == "told" or len(found["output"]) <= max_output:
                         found[key.data] += data
                 if len(found["output"]) > max_output and cause is None:
                     cause, ends = "too_much_output", time.monotonic() + _LAST_READ_S

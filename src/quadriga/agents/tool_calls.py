@@ -23,7 +23,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 from quadriga.agents.turns import MARKER, QUESTION, invented_turn
 from quadriga.containment import cut, describe
@@ -209,7 +209,7 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
         behind = whole.partition(str(QUESTION["content"]))[2]
         own = whole.removeprefix(start) if whole.startswith(start) else behind
         for name, parse in _PARSERS.items():
-            calls = [found for found in parse(own) if isinstance(found, ToolCall)]
+            calls = [found for found, *_ in parse(own) if isinstance(found, ToolCall)]
             if [(c.name, c.arguments) for c in calls] == [("probe", {"value": MARKER})]:
                 return name
     raise ConfigError(
@@ -220,18 +220,34 @@ def call_format(tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
     )
 
 
-def parse_calls(text: str, format: ToolFormat) -> tuple[list[ToolCall], str | None]:
-    """Return the calls in the text of a turn, and what is wrong with the first that is none.
+class Parsed(NamedTuple):
+    """What a turn consists of.
 
-    Thoughts, up to `</think>`, are left out.
+    Attributes:
+        problem: what is wrong with the first call that cannot be read.
+        content: the text without the calls.
     """
-    found = list(_PARSERS[format](text.rpartition("</think>")[2]))
-    problem = next((each for each in found if isinstance(each, str)), None)
-    return [each for each in found if isinstance(each, ToolCall)], problem
+
+    calls: list[ToolCall]
+    problem: str | None
+    content: str
 
 
-Found = Iterable[ToolCall | str]
-"""Calls, and for each one that cannot be read what is wrong."""
+def parse_calls(text: str, format: ToolFormat) -> Parsed:
+    """Return the calls in the text of a turn, without those in thoughts: up to the last `</think>`,
+    and behind a `<think>` that is not closed."""
+    thought, closed, rest = text.rpartition("</think>")
+    own, *cut_thought = rest.partition("<think>")
+    found, content, at = list(_PARSERS[format](own)), thought + closed, 0
+    for _, first, last in found:
+        content, at = content + own[at:first], last
+    calls = [each for each, *_ in found if isinstance(each, ToolCall)]
+    problem = next((each for each, *_ in found if isinstance(each, str)), None)
+    return Parsed(calls, problem, "".join([content, own[at:], *cut_thought]))
+
+
+Found = Iterable[tuple[ToolCall | str, int, int]]
+"""Calls, or what is wrong with one that cannot be read; and where each begins and ends."""
 
 
 def _call_of(value: object) -> ToolCall | str:
@@ -271,17 +287,24 @@ def _json_at(text: str, start: int) -> tuple[object, int]:
 
 
 def _hermes(text: str) -> Found:
-    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
-        yield _call_of(_json(body))
+    last = 0
+    while begun := re.compile(r"<tool_call>\s*").search(text, last):
+        value, end = _json_at(text, begun.end())
+        # A text in the JSON may have the word that ends a call.
+        end = begun.end() if isinstance(value, _NoJson) else end
+        closed = re.compile(r"(?:(?!<tool_call>).)*?</tool_call>", re.DOTALL).match(text, end)
+        last = closed.end() if closed else end
+        yield _call_of(value), begun.start(), last
 
 
 def _qwen3_coder(text: str) -> Found:
-    for body in re.findall(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
+    for call in re.finditer(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
         function = re.match(
-            r"\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", body, re.DOTALL
+            r"\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", call[1], re.DOTALL
         )
         if function is None:
-            yield f"a call must begin with <function=NAME>, got {cut(body.strip(), 80)!r}"
+            problem = f"a call must begin with <function=NAME>, got {cut(call[1].strip(), 80)!r}"
+            yield problem, *call.span()
             continue
         pairs = function[2].split("<parameter=")[1:]
         arguments = {}
@@ -289,46 +312,55 @@ def _qwen3_coder(text: str) -> Found:
             name, _, value = pair.partition(">")
             value, closed, _ = value.partition("</parameter>")
             arguments[name] = value.removeprefix("\n").removesuffix("\n") if closed else value
-        yield ToolCall(function[1], arguments, typed=False)
+        yield ToolCall(function[1], arguments, typed=False), *call.span()
 
 
 def _llama3(text: str) -> Found:
-    before, tag, after = text.partition("<|python_tag|>")
-    text = after if tag else before
-    start = len(text) - len(text.lstrip())
+    before, tag, _ = text.partition("<|python_tag|>")
+    first = len(before) if tag else 0
+    start = _behind_space(text, first + len(tag))
     while text.startswith("{", start):
         value, end = _json_at(text, start)
         if not (isinstance(value, dict) and "name" in value) and not tag:
             if re.match(r'\{\s*"name"\s*:', text[start:]):
-                yield _call_of(value)
+                yield _call_of(value), first, end
             return  # an answer in JSON
-        yield _call_of(value)
-        start = end + len(text[end:]) - len(text[end:].lstrip("; \n"))
-        tag = ""
+        start = _behind_space(text, end, "; \n")
+        yield _call_of(value), first, start
+        first, tag = start, ""
     if tag:
-        yield f"a call must begin with {{, got {cut(text.strip(), 80)!r}"
+        yield f"a call must begin with {{, got {cut(text[start:], 80)!r}", first, len(text)
+
+
+def _behind_space(text: str, start: int, space: str | None = None) -> int:
+    return len(text) - len(text[start:].lstrip(space))
 
 
 def _mistral(text: str) -> Found:
-    for body in text.split("[TOOL_CALLS]")[1:]:
-        head = re.match(r"\s*([\w.-]{1,200})?(?:\[CALL_ID\]\w{1,200})?(?:\[ARGS\])?\s*", body)
+    end = 0
+    for mark in re.finditer(r"\[TOOL_CALLS\]", text):
+        if mark.start() < end:  # in an argument
+            continue
+        head = re.compile(r"\s*([\w.-]{1,200})?(?:\[CALL_ID\]\w{1,200})?(?:\[ARGS\])?\s*").match(
+            text, mark.end()
+        )
         assert head is not None  # every part of it may be missing
-        value, _ = _json_at(body, head.end())
+        value, end = _json_at(text, head.end())
         if head[1] is not None:  # NAME{…} or NAME[ARGS]{…}
-            yield _call_of({"name": head[1], "arguments": value})
-        else:
-            yield from map(_call_of, value if isinstance(value, list) else [value])
+            value = {"name": head[1], "arguments": value}
+        for each in value if isinstance(value, list) else [value]:
+            yield _call_of(each), mark.start(), end
 
 
 def _harmony(text: str) -> Found:
-    for message in text.split("<|start|>"):
-        header, begun, body = message.partition("<|message|>")
+    for message in re.finditer(r"(?:<\|start\|>|\A).*?(?=<\|start\|>|\Z)", text, re.DOTALL):
+        header, begun, body = message[0].partition("<|message|>")
         recipient = re.search(r"\bto=(?:functions\.)?([\w.-]{1,200})", header)
         if recipient is None or recipient[1] == "assistant":
             continue
         body = re.split(r"<\|(?:call|end|return)\|>", body)[0]
         value = _json(body) if begun else _NoJson("a call without <|message|>")
-        yield _call_of({"name": recipient[1], "arguments": value})
+        yield _call_of({"name": recipient[1], "arguments": value}), *message.span()
 
 
 _PARSERS: dict[ToolFormat, Callable[[str], Found]] = {

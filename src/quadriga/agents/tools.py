@@ -64,7 +64,7 @@ class ToolEnvironment(ABC):
 
     async def step(self, action: Action) -> Observation | Done:
         """Run the calls of a turn, or end the episode if it has none."""
-        calls, problem = tool_calls.parse_calls(action.text, self._format)
+        calls, problem, _ = tool_calls.parse_calls(action.text, self._format)
         if not calls and problem is None:
             found = await asyncio.to_thread(self.reward, action.text)
             reward = await found if inspect.isawaitable(found) else found

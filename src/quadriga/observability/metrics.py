@@ -92,7 +92,9 @@ METRICS: dict[str, MetricInfo] = {
     # Episodes of several turns
     "agent/turns/mean": _I("turns", "of the policy in an episode"),
     "agent/turns/max": _I("turns", "of the policy in an episode", "max"),
-    "agent/ended/*": _I("share", "episodes that ended: done, after max_turns, or by their length"),
+    "agent/ended/*": _I(
+        "share", "episodes that ended: done, after max_turns or max_seconds, or by length"
+    ),
     "agent/raised": _I("share", "episodes whose environment raised an exception"),
     "agent/timed_out": _I("share", "episodes whose environment exceeded a deadline"),
     "agent/crashed": _I("share", "episodes whose environment ended its process"),

@@ -256,8 +256,6 @@ class RolloutEngine(ABC):
         count = next(iter(sampled[wrong].tolist()), None)
         problem = f"has {count} response tokens sampled before, of at most {limit}; it cannot go on"
         self._refuse(wrong, problem)
-        ends = torch.isin(ids[:, -1:], torch.tensor(sampling.end_token_ids).long()).any(1)
-        self._refuse(ends & (sampled > 0), "has ended with its last token; it cannot go on")
         return limit - sampled
 
     def check_sequences(

@@ -72,7 +72,8 @@ class _Episode:
         failure: the last answer of an environment that has failed.
         times: of the turns that its environment has answered here: number, seconds until the turn
             was written and until it was answered, and the roles of the observation.
-        since: when the last turn was written or answered, on the clock of `time.monotonic`.
+        began, since: when the episode began here, and when its last turn was written or answered,
+            on the clock of `time.monotonic`.
     """
 
     group: PromptGroup
@@ -89,6 +90,7 @@ class _Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Answer | None = None
     times: list[list[object]] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
     since: float = field(default_factory=time.monotonic)
     policy_s: float = 0.0
 
@@ -119,6 +121,7 @@ class Episodes:
         max_turns: after so many turns, an episode ends.
         max_turn_tokens: a turn with so many tokens has ended; None: only R bounds it.
         concurrency: the most rows at once.
+        max_seconds: after so many an episode ends, when its environment has answered; None: never.
         tells_tokens: environments get the tokens of turns with their log-probabilities.
         rewrites: a turn after which the template would write the conversation in another way than
             the row has it begins a new context, with the text of the template.
@@ -130,6 +133,7 @@ class Episodes:
     max_turns: int
     max_turn_tokens: int | None
     concurrency: int
+    max_seconds: float | None = None
     tells_tokens: bool = False
     rewrites: bool = False
     _rows: dict[int, _Episode] = field(default_factory=dict, init=False)
@@ -356,6 +360,8 @@ class Episodes:
             episode.ends = "length" if episode.full else "done"
         elif turns >= self.max_turns:
             episode.ends = "turns"
+        elif self.max_seconds is not None and now - episode.began >= self.max_seconds:
+            episode.ends = "seconds"
 
     def _following(self, rows: Sequence[_Answered]) -> list[_Following]:
         """Return the tokens behind the last turn of each row. The rows have the same tools. A row
@@ -395,21 +401,19 @@ class Episodes:
             pairs = zip(episode.turns, episode.spans, strict=True)
             if turns.rewrites(answer.chat, [a.text for a, (f, _) in pairs if f > begins]):
                 marker = REWRITTEN
-        if (
-            marker != OBSERVED
-            and fields.MULTI_MODAL_INPUTS in episode.group.prompts.non_tensor_batch
-        ):
-            raise InputError("a row with images cannot begin another context")
+        if marker != OBSERVED:
+            _check_images(episode)
         return marker
 
     def _begin_prompt(self, episode: _Episode, answer: Answer) -> None:
         """Add what `reset` has returned to the prompt of a row, or put it in its place.
 
         Raises:
-            InputError: it has more tokens than `agent.reset_tokens`.
+            InputError: it has more tokens than `agent.reset_tokens`, or the row has images.
         """
         if not answer.messages:
             return
+        _check_images(episode)
         prompts, row = episode.group.prompts, episode.row
         given = list(prompts.non_tensor_batch[fields.RAW_PROMPT][row])
         before = episode.group.chats.setdefault(row, given)
@@ -455,6 +459,14 @@ class Episodes:
             group.end(np.array([episode.row for episode in own]), rows)
             if group.batch is not None:
                 self._complete.append(group)
+
+
+def _check_images(episode: _Episode) -> None:
+    if fields.MULTI_MODAL_INPUTS in episode.group.prompts.non_tensor_batch:
+        raise InputError(
+            "a row with images keeps the prompt of its data; what `reset` returns, contexts and "
+            "requests of a function are texts without images"
+        )
 
 
 def _about(episode: _Episode) -> dict[str, object]:

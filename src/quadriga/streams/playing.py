@@ -64,6 +64,7 @@ def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Ep
     return Episodes(
         pool, turns, data.max_response_length, agent.max_turns, agent.max_turn_tokens,
         agent.concurrency,
+        max_seconds=agent.max_seconds,
         tells_tokens=code_runs() and not inspect.isclass(ref.load()),
         rewrites=template,
     )  # fmt: skip
@@ -162,7 +163,7 @@ class EpisodeReward:
             "agent/turns/max": float(max(turns, default=0)),
             **{
                 f"agent/ended/{name}": counts[name] / max(1, len(turns))
-                for name in ("done", "turns", "length")
+                for name in ("done", "turns", "length", "seconds")
             },
             **{f"agent/{name}": counts[name] / max(1, len(turns)) for name in FAILURES},
         }
