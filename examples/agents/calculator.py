@@ -65,9 +65,9 @@ def conversation(row: dict[str, object], *, calls: bool) -> dict[str, list[dict[
 
 
 def main(
-    steps: int = 30, turns: int = 2, engine: str = "hf", warm_steps: int = 200
+    steps: int = 30, turns: int = 2, engine: str = "hf", warm_steps: int = 200, **agent: object
 ) -> list[dict[str, float]]:
-    """Train, and return the metrics of the validations and of the steps."""
+    """Train, and return the metrics of the validations and of the steps. `agent`: settings."""
     from transformers import AutoTokenizer
 
     import quadriga
@@ -90,7 +90,7 @@ def main(
     run = quadriga.GRPO(
         str(sft.model_path), data=rows[:384], val_data=rows[384:], steps=steps, lr=1e-3,
         batch_size=16, responses=8, mini_batch_size=16,
-        agent={"path": __file__, "max_turns": turns}, max_response_length=96,
+        agent={"path": __file__, "max_turns": turns, **agent}, max_response_length=96,
         slice_tokens=48, folder=str(folder / "run"), test_freq=5, loggers=["jsonl"],
         **{"actor_rollout_ref.rollout.name": engine},
         **{"actor_rollout_ref.rollout.val_sampling.temperature": 1.0},

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 MODEL_NAME = "policy"
+_IDLE_S = 86_400  # for which a connection stays: a program works between its requests
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ class Endpoint:
         ]
         handled = _RequestError, InputError, HTTPException
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, _error))
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off")
+        config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=_IDLE_S
+        )
         self._serving = asyncio.run_coroutine_threadsafe(Server(config).serve([listening]), loop)
 
     def key_of(self, policy: Policy) -> str:
