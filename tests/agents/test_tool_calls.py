@@ -110,18 +110,8 @@ def test_a_malformed_call_is_explained_in_one_line(format, text, problem):
 
 
 PIECES = [piece for text in WRITTEN.values() for piece in (text, *text.split("{"))]
-PIECES += [
-    "<think>",
-    "</think>",
-    "<|python_tag|>",
-    '{"name": ',
-    "{",
-    "}",
-    "[",
-    '"',
-    "\\u",
-    "__import__('os')",
-]
+PIECES += ["<think>", "</think>", "<|python_tag|>", '{"name": ', "__import__('os')"]
+PIECES += [*'{}["', "\\u"]
 
 
 @settings(max_examples=150, deadline=None)
