@@ -5,24 +5,16 @@ import hashlib
 import json
 import re
 import socket
-import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import unquote
 
-from werkzeug.serving import WSGIRequestHandler, make_server
+from loopback_server import LoopbackServer
 
 TOKEN = "hf_" + "ofTestsThatMayWrite0123456789"
 Answer = tuple[int, dict[str, str], bytes]
-
-
-class _Quiet(WSGIRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def log(self, *_: Any) -> None:
-        """Print nothing."""
 
 
 @dataclass
@@ -50,7 +42,7 @@ def _file(repository: Repository, commit: str, revision: str, name: str) -> Answ
     return 200, headers | {"Content-Length": str(len(content))}, content
 
 
-class HubServer:
+class HubServer(LoopbackServer):
     """`repositories`: `models/owner/name` or `datasets/owner/name` → its files. The token `TOKEN`
     belongs to `user`, who may write to `user/…` and `team/…`. `faults`: what a request line holds →
     [status, times]; "cut" in place of a status drops the connection."""
@@ -61,12 +53,7 @@ class HubServer:
         self.faults = dict[str, list[Any]]()
         self.asked = list[str]()
         self._blobs = dict[str, bytes]()
-        self._server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=_Quiet)
-        self.url = f"http://127.0.0.1:{self._server.port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
+        super().__init__()
 
     def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         line = f"{environ['REQUEST_METHOD']} {unquote(environ['PATH_INFO'])}"

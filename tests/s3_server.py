@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import WSGIRequestHandler, make_server
+
+from loopback_server import LoopbackServer
 
 BUCKET = "bucket"
 
@@ -25,12 +26,7 @@ class Fault:
     times: int = 1
 
 
-class _Quiet(WSGIRequestHandler):
-    def log(self, *_: Any) -> None:
-        """Print nothing."""
-
-
-class S3Server:
+class S3Server(LoopbackServer):
     """`faults` are used up in their order; `hang_s`: how long a request hangs."""
 
     def __init__(self) -> None:
@@ -38,12 +34,7 @@ class S3Server:
         self.faults: list[Fault] = []
         self._lock = threading.Lock()
         self.hang_s, self.delay_s = 2.5, 0.0
-        self._server = make_server("127.0.0.1", 0, self, threaded=True, request_handler=_Quiet)
-        self.url = f"http://127.0.0.1:{self._server.port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
+        super().__init__()
 
     def __call__(self, environ: dict[str, Any], start: Any) -> Iterable[bytes]:
         asked = f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}"

@@ -11,15 +11,10 @@ from figures import code_lines
 from source_tree import ROOT, SourceFile, all_python_files
 
 STAGES = (
-    "the lighter house",
-    "the specification in verl's spelling",
-    "what the attack broke",
-    "runs that outlive their machines",
-    "real engines on real machines",
-    "people: Python API, report, clusters",
-    "streams",
-    "agents",
-)
+    "the lighter house", "the specification in verl's spelling", "what the attack broke",
+    "runs that outlive their machines", "real engines on real machines",
+    "people: Python API, report, clusters", "streams", "agents",
+)  # fmt: skip
 """The rows of the page that are in force: the first one, and those that have added to it."""
 
 PAGE = ROOT.parent / "shared/BUDGET.md"

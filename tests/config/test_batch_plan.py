@@ -5,16 +5,11 @@ from quadriga.config.plan import batch_plan
 from quadriga.config.schema import TrainConfig
 
 OVERRIDES = (
-    "data.train_batch_size=32",
-    "data.max_prompt_length=100",
-    "data.max_response_length=28",
-    "actor_rollout_ref.rollout.n=8",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+    "data.train_batch_size=32", "data.max_prompt_length=100", "data.max_response_length=28",
+    "actor_rollout_ref.rollout.n=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8",
     "actor_rollout_ref.actor.ppo_epochs=3",
-    "trainer.n_gpus_per_node=2",
-    "trainer.nnodes=2",
-    "trainer.total_epochs=2",
-)
+    "trainer.n_gpus_per_node=2", "trainer.nnodes=2", "trainer.total_epochs=2",
+)  # fmt: skip
 
 
 def plan(*more, **options):

@@ -72,18 +72,21 @@ def test_credit_by_turn_beats_credit_by_game(monkeypatch):
     assert min(turns) > max(games)
 
 
-def python_with(folder, package):
-    """Make an environment for a package that excludes what Quadriga needs; return its Python."""
+def python_with(folder, *packages):
+    """Make an environment for packages that exclude what Quadriga needs; return its Python."""
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    subprocess.run([folder / "bin" / "pip", "install", "-qq", package], check=True)
+    subprocess.run([folder / "bin" / "pip", "install", "-qq", *packages], check=True)
     return str(folder / "bin" / "python")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["openai_program", "verifiers_environment"])
+@pytest.mark.parametrize("name", ["openai_program", "verifiers_environment", "langgraph_program"])
 def test_a_program_of_its_own_is_trained(name, tmp_path, monkeypatch):
     if name == "verifiers_environment":
         monkeypatch.setenv("VERIFIERS_PYTHON", python_with(tmp_path, "verifiers==0.4.0"))
+    if name == "langgraph_program":
+        packages = "langchain==1.5.2", "langchain-openai==1.7.4"
+        monkeypatch.setenv("LANGGRAPH_PYTHON", python_with(tmp_path, *packages))
     rows = [row for row in example(name).main(2) if "agent/won" in row]
     assert len(rows) == 2 and all(row["agent/turns/mean"] > 1 for row in rows)
     assert all(row["agent/raised"] == 0 and row["agent/contexts"] == 1 for row in rows)

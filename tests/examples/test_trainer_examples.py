@@ -16,21 +16,6 @@ FOLDER = Path(__file__).parents[2] / "examples" / "trainer"
 
 
 @pytest.fixture
-def own_roles(monkeypatch):
-    from quadriga.algorithms import user_files
-    from quadriga.trainer.roles import registry
-    from quadriga.trainer.roles.registry import _ROLES, Role
-
-    monkeypatch.setattr(registry, "_ADDED", {})
-    monkeypatch.setattr(user_files, "_LOADED", {})
-    known = set(_ROLES)
-    yield
-    for name in set(_ROLES) - known:
-        del _ROLES[name]
-        delattr(Role, name)
-
-
-@pytest.fixture
 def reward_model(own_roles):
     return import_file(FOLDER / "reward_model.py", "example")
 

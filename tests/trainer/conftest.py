@@ -1,7 +1,7 @@
 """A tiny task and a tiny model, for complete runs of a few steps."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -59,22 +59,6 @@ def rule(tmp_path_factory: pytest.TempPathFactory) -> str:
 def run(train_overrides: list[str]):
     """run("a=b", …) trains with these settings and returns the metrics of each step."""
     return lambda *more: metrics_of_run([*train_overrides, *more])
-
-
-@pytest.fixture
-def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the roles and files that a test adds."""
-    from quadriga.algorithms import user_files
-    from quadriga.trainer.roles import registry
-    from quadriga.trainer.roles.registry import _ROLES, Role
-
-    monkeypatch.setattr(registry, "_ADDED", {})
-    monkeypatch.setattr(user_files, "_LOADED", dict(user_files._LOADED))
-    known = set(_ROLES)
-    yield
-    for name in set(_ROLES) - known:
-        del _ROLES[name]
-        delattr(Role, name)
 
 
 @pytest.fixture

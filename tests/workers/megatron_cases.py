@@ -13,17 +13,12 @@ from quadriga.workers import ActorRolloutRefWorker, CriticWorker, RankRuntime, R
 
 ENGINES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward_model")
 SETTINGS = (
-    "actor_rollout_ref.rollout.n=2",
-    "actor_rollout_ref.actor.use_kl_loss=true",
-    "actor_rollout_ref.actor.entropy_coeff=0.1",
-    "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.rollout.n=2", "actor_rollout_ref.actor.use_kl_loss=true",
+    "actor_rollout_ref.actor.entropy_coeff=0.1", "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     # Adam divides gradients by their size, and 1e-8 / 1e-8 has no digits.
-    "actor_rollout_ref.actor.optim.eps=1e-3",
-    "actor_rollout_ref.actor.optim.lr=1e-2",
-    "critic.optim.eps=1e-3",
-    "critic.optim.lr=1e-2",
-    "critic.ppo_mini_batch_size=2",
-)
+    "actor_rollout_ref.actor.optim.eps=1e-3", "actor_rollout_ref.actor.optim.lr=1e-2",
+    "critic.optim.eps=1e-3", "critic.optim.lr=1e-2", "critic.ppo_mini_batch_size=2",
+)  # fmt: skip
 SIZES = ("tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
 """The degrees that are 2, one after another."""
 RUNTIME = RankRuntime(device="cpu", max_response_length=5)
