@@ -83,6 +83,22 @@ def restored_tables() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the roles and files that a test adds."""
+    from quadriga.algorithms import user_files
+    from quadriga.trainer.roles import registry
+    from quadriga.trainer.roles.registry import _ROLES, Role
+
+    monkeypatch.setattr(registry, "_ADDED", {})
+    monkeypatch.setattr(user_files, "_LOADED", dict(user_files._LOADED))
+    known = set(_ROLES)
+    yield
+    for name in set(_ROLES) - known:
+        del _ROLES[name]
+        delattr(Role, name)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _process_group_of_the_module_ends() -> Iterator[None]:
     """Destroy the group of one rank that engines keep for the lifetime of their process."""

@@ -128,21 +128,9 @@ def gdpo(components: Tensor, groups: list[str], mask: Tensor, weights: list[floa
     return to_tokens([row[0] for row in whitened], mask)
 
 
-def gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
-) -> tuple[Rows, Rows]:
-    advantages = [[0.0] * mask.shape[1] for _ in mask]
-    returns = [[0.0] * mask.shape[1] for _ in mask]
-    for i, positions in enumerate(token_positions(mask)):
-        next_value = next_advantage = 0.0
-        for t in reversed(positions):
-            value = float(values[i, t])
-            delta = float(rewards[i, t]) + gamma * next_value - value
-            next_advantage = delta + gamma * lam * next_advantage
-            next_value = value
-            advantages[i][t] = next_advantage
-            returns[i][t] = next_advantage + value
-    return advantages, returns
+def tokens_of(mask: Tensor) -> list[list[list[int]]]:
+    """Return each row's tokens as turns of one token."""
+    return [[[t] for t in positions] for positions in token_positions(mask)]
 
 
 def turns_of(mask: Tensor) -> list[list[list[int]]]:
@@ -159,12 +147,17 @@ def turns_of(mask: Tensor) -> list[list[list[int]]]:
     return rows
 
 
-def turn_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    gamma: float,
+    lam: float,
+    time_steps: Callable[[Tensor], list[list[list[int]]]] = tokens_of,
 ) -> tuple[Rows, Rows]:
     advantages = [[0.0] * mask.shape[1] for _ in mask]
     returns = [[0.0] * mask.shape[1] for _ in mask]
-    for i, turns in enumerate(turns_of(mask)):
+    for i, turns in enumerate(time_steps(mask)):
         next_value = next_advantage = 0.0
         for turn in reversed(turns):
             value = float(values[i, turn[0]])

@@ -21,23 +21,15 @@ def assert_same(got: Tensor, want: ref.Rows) -> None:
 @settings(max_examples=60, deadline=None)
 @given(cases)
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.5), (0.97, 0.0), (0.0, 0.95)])
-def test_gae(gamma: float, lam: float, case: Case) -> None:
-    want, returns = ref.gae(case.rewards, case.values, case.mask, gamma, lam)
-    got = advantages_of("gae", case, gamma=gamma, lam=lam, whiten_advantages=False)
+@pytest.mark.parametrize(
+    ("name", "time_steps"), [("gae", ref.tokens_of), ("turn_gae", ref.turns_of)]
+)
+def test_gae(name: str, time_steps, gamma: float, lam: float, case: Case) -> None:
+    want, returns = ref.gae(case.rewards, case.values, case.mask, gamma, lam, time_steps)
+    got = advantages_of(name, case, gamma=gamma, lam=lam, whiten_advantages=False)
     assert_same(got[0], want)
     assert_same(got[1], returns)
-    assert_same(advantages_of("gae", case, gamma=gamma, lam=lam)[0], ref.whiten(want, case.mask))
-
-
-@settings(max_examples=60, deadline=None)
-@given(cases)
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.5), (0.0, 0.95)])
-def test_turn_gae(gamma: float, lam: float, case: Case) -> None:
-    want, returns = ref.turn_gae(case.rewards, case.values, case.mask, gamma, lam)
-    got = advantages_of("turn_gae", case, gamma=gamma, lam=lam, whiten_advantages=False)
-    assert_same(got[0], want)
-    assert_same(got[1], returns)
-    whitened = advantages_of("turn_gae", case, gamma=gamma, lam=lam)[0]
+    whitened = advantages_of(name, case, gamma=gamma, lam=lam)[0]
     assert_same(whitened, ref.whiten(want, case.mask))
 
 

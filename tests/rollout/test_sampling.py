@@ -16,11 +16,6 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**(settings | changes))
 
 
-def uniform_at(position: int, count: int) -> torch.Tensor:
-    """Return the numbers of the seeds 0 … count - 1 at a position."""
-    return sampling.uniform(torch.arange(count), torch.tensor([position]))[:, 0]
-
-
 def naive_mix(x: int) -> int:
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & BITS
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & BITS
