@@ -7,6 +7,7 @@ table that one test leaves behind changes the result of another.
 import os
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -97,6 +98,18 @@ def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in set(_ROLES) - known:
         del _ROLES[name]
         delattr(Role, name)
+
+
+@pytest.fixture
+def replace_training(monkeypatch):
+    """replace_training(action): `quadriga train` calls `action(config)`, and checks no files."""
+
+    def _replace(action):
+        module = SimpleNamespace(run_training=action)
+        monkeypatch.setitem(sys.modules, "quadriga.trainer.main", module)
+        monkeypatch.setattr("quadriga.trainer.checks.early.check_early", lambda *_, **__: None)
+
+    return _replace
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,11 +22,6 @@ def run(capsys, *arguments):
     return code, shown.out, shown.err
 
 
-def replace_training(monkeypatch, action):
-    monkeypatch.setitem(sys.modules, "quadriga.trainer.main", SimpleNamespace(run_training=action))
-    monkeypatch.setattr("quadriga.trainer.checks.early.check_early", lambda *_, **__: None)
-
-
 def raising(error):
     def action(config):
         raise error
@@ -35,9 +29,9 @@ def raising(error):
     return action
 
 
-def test_the_command_receives_the_settings(capsys, monkeypatch, tmp_path):
+def test_the_command_receives_the_settings(capsys, replace_training, tmp_path):
     seen = []
-    replace_training(monkeypatch, seen.append)
+    replace_training(seen.append)
     file = tmp_path / "run.yaml"
     file.write_text("data: {seed: 1}\ntrainer: {seed: 4}\n")
     given = ["data.seed=2", "algorithm.adv_estimator=grpo"]
@@ -46,8 +40,8 @@ def test_the_command_receives_the_settings(capsys, monkeypatch, tmp_path):
     assert seen == [load_config(TrainConfig, [*given, "trainer.seed=4"])]
 
 
-def test_an_unknown_setting_is_one_line_and_code_2(capsys, monkeypatch):
-    replace_training(monkeypatch, pytest.fail)
+def test_an_unknown_setting_is_one_line_and_code_2(capsys, replace_training):
+    replace_training(pytest.fail)
     code, out, err = run(capsys, "train", "algorithm.adv_estimater=gae")
     text = "error: no setting algorithm.adv_estimater; did you mean algorithm.adv_estimator?\n"
     assert (code, out, err) == (2, "", text)
@@ -80,18 +74,18 @@ STOPPED = "stopped; the same command continues with trainer.resume_mode=auto"
     ids=["input", "interrupt", "controller", "worker", "worker with its traceback in the message"],
 )
 def test_an_error_of_a_run_is_shown_with_its_cause_first(
-    capsys, monkeypatch, error, code, first, once
+    capsys, replace_training, error, code, first, once
 ):
     """Errors of the input and interrupts have one line; the others also a traceback, once."""
-    replace_training(monkeypatch, raising(error))
+    replace_training(raising(error))
     found, _, err = run(capsys, "train")
     assert (found, err.splitlines()[0]) == (code, first)
     assert err.count(once) == 1 if once else err == f"{first}\n"
     assert len(err.splitlines()) < 25
 
 
-def test_other_exceptions_are_raised(monkeypatch):
-    replace_training(monkeypatch, raising(ZeroDivisionError()))
+def test_other_exceptions_are_raised(replace_training):
+    replace_training(raising(ZeroDivisionError()))
     with pytest.raises(ZeroDivisionError):
         main(["train"])
 
@@ -133,8 +127,8 @@ def test_options_and_settings_can_be_mixed():
     assert read.print_config
 
 
-def test_config_reads_what_print_config_writes(capsys, tmp_path, monkeypatch):
-    replace_training(monkeypatch, pytest.fail)
+def test_config_reads_what_print_config_writes(capsys, tmp_path, replace_training):
+    replace_training(pytest.fail)
     code, out, _ = run(capsys, "train", "data.seed=3", "--print-config")
     assert code == 0
     (tmp_path / "c.yaml").write_text(out)

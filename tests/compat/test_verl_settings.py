@@ -198,14 +198,9 @@ def test_the_report_shows_no_secrets(file, monkeypatch):
     assert "s3cr3t-v4lue" not in to_yaml(translation.config)
 
 
-def test_the_command_line_prints_the_translation_once(capsys, monkeypatch, file):
-    import sys
-    from types import SimpleNamespace
-
+def test_the_command_line_prints_the_translation_once(capsys, replace_training, file):
     seen = []
-    module = SimpleNamespace(run_training=seen.append)
-    monkeypatch.setitem(sys.modules, "quadriga.trainer.main", module)
-    monkeypatch.setattr("quadriga.trainer.checks.early.check_early", lambda *_, **__: None)
+    replace_training(seen.append)
     command = ["train", "--verl", str(file), "data.train_batch_size=8", "+trainer.v1.mode=sync"]
     assert main(command) == 0
     assert [config.data.train_batch_size for config in seen] == [8]

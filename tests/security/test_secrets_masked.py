@@ -3,9 +3,8 @@
 import json
 import logging
 import os
-import sys
 from dataclasses import asdict
-from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -176,22 +175,15 @@ def test_the_search_for_keys_takes_time_in_proportion_to_the_text():
 # Errors
 
 
-def replace_training(monkeypatch, error):
-    def action(config):
-        raise error
-
-    monkeypatch.setitem(sys.modules, "quadriga.trainer.main", SimpleNamespace(run_training=action))
-    monkeypatch.setattr("quadriga.trainer.checks.early.check_early", lambda *_, **__: None)
-
-
-def test_errors_of_the_command_line_are_masked(monkeypatch, capsys):
-    replace_training(monkeypatch, DataError(f"cannot read https://u:{VALUE}@host/a"))
+def test_errors_of_the_command_line_are_masked(replace_training, capsys):
+    error = DataError(f"cannot read https://u:{VALUE}@host/a")
+    replace_training(mock.Mock(side_effect=error))
     assert main(["train"]) == 2
     assert VALUE not in capsys.readouterr().err
 
 
-def test_tracebacks_of_unexpected_errors_are_masked(monkeypatch, capsys):
-    replace_training(monkeypatch, ZeroDivisionError(f"with {VALUE}"))
+def test_tracebacks_of_unexpected_errors_are_masked(replace_training, capsys):
+    replace_training(mock.Mock(side_effect=ZeroDivisionError(f"with {VALUE}")))
     assert main(["train"]) == 1
     shown = capsys.readouterr().err
     assert "ZeroDivisionError: with ***" in shown and "Traceback" in shown
