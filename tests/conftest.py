@@ -85,22 +85,6 @@ def restored_tables() -> Iterator[None]:
 
 
 @pytest.fixture
-def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Forget the roles and files that a test adds."""
-    from quadriga.algorithms import user_files
-    from quadriga.trainer.roles import registry
-    from quadriga.trainer.roles.registry import _ROLES, Role
-
-    monkeypatch.setattr(registry, "_ADDED", {})
-    monkeypatch.setattr(user_files, "_LOADED", dict(user_files._LOADED))
-    known = set(_ROLES)
-    yield
-    for name in set(_ROLES) - known:
-        del _ROLES[name]
-        delattr(Role, name)
-
-
-@pytest.fixture
 def replace_training(monkeypatch):
     """replace_training(action): `quadriga train` calls `action(config)`, and checks no files."""
 
