@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -57,23 +56,13 @@ async def rollout(model: Model, row: Mapping[str, object]) -> Done:
     return Done(reward, {"won": float(reward > 0)})
 
 
-def main(steps: int = 10) -> list[dict[str, float]]:
+def main(steps: int = 20) -> list[dict[str, float]]:
     """Train, and return the metrics of the steps."""
-    import quadriga
-
     sys.path.insert(0, str(Path(__file__).parent))
-    from guess_number import PROMPT, TURNS, first_policy
+    import guess_number
 
-    folder = Path(tempfile.mkdtemp(prefix="openai-"))
-    numbers = [{"prompt": PROMPT, "number": 1 + i % 9} for i in range(144)]
-    run = quadriga.GRPO(
-        str(first_policy(folder)), data=numbers, steps=steps, lr=2e-3, batch_size=4, responses=6,
-        mini_batch_size=4, max_response_length=48, slice_tokens=4, folder=str(folder / "run"),
-        agent={"path": __file__, "name": "rollout", "max_turns": TURNS, "max_turn_tokens": 4,
-               "concurrency": 8, "step_timeout_s": 300},
-        test_freq=0, loggers=["jsonl"],
-    ).train()  # fmt: skip
-    return [row for row in run.history if "agent/won" in row]
+    own = {"path": __file__, "name": "rollout", "concurrency": 8, "step_timeout_s": 300}
+    return guess_number.main(steps, "grpo", **own)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """Functions that play whole episodes."""
 
 import asyncio
+import json
 import os
+from http.client import HTTPConnection
 from pathlib import Path
 
 from quadriga.agents.environments import Done
@@ -195,6 +197,19 @@ def _asked(model, text, timeout=60):
     except httpx2.TimeoutException:
         return "late"
     return found.text if found.is_error else found.json()["choices"][0]["message"]["content"]
+
+
+async def works_between(model, row):
+    """Its second request is on the connection of the first one."""
+    line = HTTPConnection(model.base_url.split("/")[2])
+    for text, seconds in (("a", 6), ("b", 0)):
+        body = json.dumps({"model": model.name, "messages": [USER | {"content": text}]})
+        own = "/v1/chat/completions", body, {"Authorization": f"Bearer {model.api_key}"}
+        await asyncio.to_thread(line.request, "POST", *own)
+        (await asyncio.to_thread(line.getresponse)).read()
+        line.auto_open = 0
+        await asyncio.sleep(seconds)
+    return 1.0
 
 
 async def in_threads(model, row):

@@ -150,6 +150,13 @@ def test_requests_that_cannot_be_answered_are_refused(policy):
     assert seen(own.answer()) == (["a"], True) and own.answer("x").rewards == [21.0]
 
 
+@pytest.mark.nightly
+def test_a_connection_stays_while_its_program_works(policy):
+    own = policy("works_between")
+    assert seen(own.answer()) == (["a"], True) and seen(own.answer("1")) == (["b"], True)
+    assert own.answer("2").rewards == [1.0]
+
+
 def test_threads_ask_through_the_endpoint(policy):
     own = policy("in_threads")
     assert seen(own.answer()) == (["a"], True) and seen(own.answer("1")) == (["lost"], True)
