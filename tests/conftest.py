@@ -44,6 +44,22 @@ def _state_of_the_process_is_restored() -> Iterator[None]:
     assert not left, f"the test left {left}; it was {[before[name] for name in left]} before"
 
 
+@pytest.fixture
+def own_roles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Forget the roles and files that a test adds."""
+    from quadriga.algorithms import user_files
+    from quadriga.trainer.roles import registry
+    from quadriga.trainer.roles.registry import _ROLES, Role
+
+    monkeypatch.setattr(registry, "_ADDED", {})
+    monkeypatch.setattr(user_files, "_LOADED", dict(user_files._LOADED))
+    known = set(_ROLES)
+    yield
+    for name in set(_ROLES) - known:
+        del _ROLES[name]
+        delattr(Role, name)
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> str:
     """A Llama model with a few ten thousand parameters."""
