@@ -100,9 +100,7 @@ def test_settings_that_the_engine_does_not_follow_are_refused(model, engine, mes
 
 
 def test_a_second_engine_of_a_process_has_the_same_ranks(monkeypatch):
-    pytest.importorskip("megatron.core")
-    from megatron.core import parallel_state
-
+    parallel_state = pytest.importorskip("megatron.core.parallel_state")
     from quadriga.engines.megatron import ranks
 
     for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
@@ -163,21 +161,12 @@ def test_an_engine_refuses_settings_of_the_other(tmp_path, engine):
         build_engine(ModelConfig(path=str(tmp_path)), engine)
 
 
-@pytest.mark.parametrize(
-    "found, state", [(None, "it is not installed"), ("0.15.0", "this environment has 0.15.0")]
-)
-def test_a_missing_or_other_version_is_named(monkeypatch, found, state):
-    monkeypatch.setattr(families, "_version", lambda: found)
-    with pytest.raises(ConfigError, match=f"needs megatron-core 0.16.1, and {state}"):
-        build_engine(MODEL, MEGATRON)
-
-
-def test_a_cpu_is_refused_outside_of_tests(monkeypatch):
-    monkeypatch.setattr(families, "on_cpu_for_tests", False)
+def test_another_version_is_named(monkeypatch):
+    monkeypatch.setattr(families, "_version", lambda: "0.15.0")
     with pytest.raises(
-        ConfigError, match="needs CUDA devices, and the device of the ranks is 'cpu'"
+        ConfigError, match=r"needs megatron-core 0\.16\.1, and this environment has"
     ):
-        check_engine(MODEL, MEGATRON, "cpu")
+        build_engine(MODEL, MEGATRON)
 
 
 def test_an_architecture_without_a_map_is_named_until_a_file_adds_it(monkeypatch):
@@ -213,3 +202,16 @@ def test_a_config_that_the_engine_does_not_compute_is_refused(family, change, pr
         setattr(config, name, value)
     with pytest.raises(ModelError, match=f"does not compute {problem}"):
         family_of(config)
+
+
+@pytest.mark.parametrize(
+    "installed", [(), ("transformer_engine", "fused_weight_gradient_mlp_cuda")]
+)
+def test_flags_of_a_gpu_are_on_where_their_packages_are_installed(monkeypatch, installed):
+    monkeypatch.setattr(families, "find_spec", lambda package: package in installed)
+    flags = families.core_flags("cuda", conformance.FAMILIES["mixtral"]())
+    needy = ["gradient_accumulation_fusion", "apply_rope_fusion", "moe_permute_fusion"]
+    assert [not flags[name] for name in needy] == [bool(installed)] * 3
+    assert not flags["bias_activation_fusion"] and "transposed" in flags["moe_grouped_gemm"]
+    on_cpu = families.core_flags("cpu", conformance.FAMILIES["llama"]())
+    assert [name for name, off in on_cpu.items() if not off] == ["overlap_grad_reduce"]

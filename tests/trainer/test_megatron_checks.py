@@ -127,6 +127,7 @@ def test_the_memory_of_a_run_is_planned(train_overrides, available):
     # Two data-parallel ranks.
     assert held["optimizer states"] == pytest.approx(held["parameters"], rel=0.1)
     assert actor.peak("backward") > 0 and not plan.missing
+    assert "  actor: bias_dropout_fusion off: on a CPU" in pool.table()
 
 
 def of_four_stages(rows: int, micro_batch: int | None, chunks: int = 1) -> list[str]:

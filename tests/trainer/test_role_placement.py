@@ -47,8 +47,8 @@ def test_all_roles_apart_on_ray_compute_the_same_timeless(run, together) -> None
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("transport", ["auto", "collective"])
-def test_two_ranks_train_and_one_generates(run, together, transport) -> None:
+@pytest.mark.parametrize("transport, path", [("auto", "store"), ("collective", "group")])
+def test_two_ranks_train_and_one_generates(run, together, transport, path) -> None:
     rows = run(*GAE, f"actor_rollout_ref.rollout.weight_transport={transport}",
                "trainer.backend=ray", "trainer.num_cpus=3",
                "trainer.n_gpus_per_node=3", "placement.actor=[0-1]",
@@ -56,7 +56,6 @@ def test_two_ranks_train_and_one_generates(run, together, transport) -> None:
     # The first step samples with the weights of the folder; two ranks sum in another order.
     assert rows[1]["reward/mean"] == together[1]["reward/mean"]
     assert rows[-1]["actor/loss"] == pytest.approx(together[-1]["actor/loss"], abs=1e-3)
-    path = {"auto": "store", "collective": "group"}[transport]
     assert [n for n in rows[-1] if n.startswith("weight_")] == [f"weight_sync/bytes_{path}"]
 
 

@@ -32,7 +32,6 @@ class Target(RolloutEngine):
 
     def __init__(self, weights):
         self.weights = {name: torch.zeros_like(weight) for name, weight in weights.items()}
-        self.version = -1
 
     def update_weights(self, stream, version):
         for name, weight in stream:

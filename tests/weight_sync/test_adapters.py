@@ -134,8 +134,7 @@ def test_buckets_to_another_process_have_the_adapters_only(both):
     sizes = []
     for version in (1, 2, 3):
         step(trainer)
-        needs = needs_of(guard)
-        for part in sender.send(needs, version):
+        for part in sender.send(needs_of(guard), version):
             receiver.receive([part])
         assert receiver.finish() == version
         agree(trainer, target, version)

@@ -104,9 +104,7 @@ def test_a_bucket_that_is_lost_or_sent_twice_is_named():
     receiver.receive(first)
     with pytest.raises(WorkerError, match=r"received bucket 0 .*: it was sent twice"):
         receiver.receive(first)
-    with pytest.raises(
-        WorkerError, match=r"expected bucket 1 .*, received bucket 2 .*: one is lost"
-    ):
+    with pytest.raises(WorkerError, match=r"expected bucket 1 .*received bucket 2 .*: one is lost"):
         receiver.receive(rest[0])
     receiver.receive(second)
     with pytest.raises(WorkerError, match="ended before all buckets were received"):

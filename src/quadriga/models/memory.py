@@ -51,6 +51,7 @@ class EngineMemory:
         host: in host memory instead; of a rollout engine, while it is released.
         loading: in host memory while the model is loaded, where shards cannot be read.
         missing: what is not counted, in words; "" if everything is.
+        flags: what makes the libraries of the engine faster -> why it is off; "" if it is on.
         rows: of the largest micro-batch in a pass of a training engine.
         weights: elements of the whole weights that a training engine sends, by the dtype in which
             it keeps them; None for weights that are made for the transfer.
@@ -66,6 +67,7 @@ class EngineMemory:
     host: int = 0
     loading: int = 0
     missing: str = ""
+    flags: Mapping[str, str] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
     weights: Mapping[torch.dtype | None, int] = field(default_factory=dict)
     largest_weight: int = 0

@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -352,6 +353,30 @@ def check_engine(
         )
     _check_followed(model, engine, key, model_key)
     _check_degrees(engine, key)
+
+
+def core_flags(device_type: str, config: PreTrainedConfig) -> dict[str, str]:
+    """Return what makes Megatron-core faster -> why it is off; "" if it is on.
+
+    The engine passes those that are flags of `TransformerConfig` on, and the plan lists all.
+    """
+    cpu = "on a CPU" if device_type == "cpu" else ""
+    apex, transformer_engine = (
+        cpu or ("" if find_spec(package) else f"{package} is not installed")
+        for package in ("fused_weight_gradient_mlp_cuda", "transformer_engine")
+    )
+    found = {
+        "overlap_grad_reduce": "",
+        "overlap_param_gather": "owners send parameters after the step",
+        "gradient_accumulation_fusion": apex,
+        "bias_activation_fusion": cpu,
+        "bias_dropout_fusion": cpu,
+        "apply_rope_fusion": transformer_engine,
+        "masked_softmax_fusion": "attention has kernels of engine.attention",
+        "moe_permute_fusion": transformer_engine,
+        "moe_grouped_gemm": "it stores the weights of all experts in one parameter, transposed",
+    }
+    return {name: off for name, off in found.items() if expert_count(config) or "moe" not in name}
 
 
 def _version() -> str | None:

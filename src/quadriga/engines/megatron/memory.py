@@ -72,6 +72,7 @@ def stage_memories(
                 name: {"activations": planned.peak(found, rows, stage, name == "backward")}
                 for name, (found, rows) in counted.items()
             },
+            flags=families.core_flags(use.device_type, planned.config),
             missing=next((found.problem for found, _ in counted.values()), ""),
             rows={name: found.rows for name, (found, _) in counted.items()},
             weights={None: sum(counts)},  # the rollout is sent other tensors

@@ -31,7 +31,6 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.layers import _grad_accum_fusion_available
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -365,6 +364,7 @@ def transformer_config(
     family = families.family_of(config)
     degrees, engine = ranks.degrees, ranks.engine
     interleaved = ranks.chunks > 1
+    flags = families.core_flags(device.type, config)
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -403,12 +403,7 @@ def transformer_config(
         recompute_method="uniform" if recompute else None,
         recompute_num_layers=1 if recompute else None,
         persist_layer_norm=False,
-        # A kernel of Apex or Transformer Engine adds gradients of weights in the product, if found.
-        gradient_accumulation_fusion=_grad_accum_fusion_available,
-        bias_activation_fusion=device.type != "cpu",  # a CPU would compile it for a minute
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
+        **{name: not off for name, off in flags.items() if hasattr(TransformerConfig, name)},
         **_of_experts(config),
     )
 

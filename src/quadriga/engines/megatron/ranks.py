@@ -4,7 +4,9 @@ Megatron-core keeps its groups in one global state, so all engines of a process 
 degrees.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -79,16 +81,13 @@ class Ranks:
         the stages of these rows; "replicas", with the same part of the model; "expert replicas",
         with the same experts and different rows or tokens."""
         state = parallel_state
-        found: dist.ProcessGroup
-        if kind == "tensor":
-            found = state.get_tensor_model_parallel_group()
-        elif kind == "pipeline":
-            found = state.get_pipeline_model_parallel_group()
-        elif kind == "replicas":
-            found = state.get_data_parallel_group(with_context_parallel=True)
-        else:
-            found = state.get_expert_data_parallel_group()
-        return found
+        groups: dict[GroupKind, Callable[[], dist.ProcessGroup]] = {
+            "tensor": state.get_tensor_model_parallel_group,
+            "pipeline": state.get_pipeline_model_parallel_group,
+            "replicas": partial(state.get_data_parallel_group, with_context_parallel=True),
+            "expert replicas": state.get_expert_data_parallel_group,
+        }
+        return groups[kind]()
 
 
 def join_ranks(engine: EngineConfig, seed: int = 0) -> Ranks:

@@ -150,7 +150,11 @@ class PoolMemory:
         rows.append(("all", [gib(size) for size in self.totals.values()]))
         widths = [max(10, len(phase) + 2) for phase in self.phases]
         lines = [f"  {title:<28}" + "".join(map(str.rjust, row, widths)) for title, row in rows]
-        return [*lines, f"  {'largest phase':<28}{self.largest[0]}"]
+        lines.append(f"  {'largest phase':<28}{self.largest[0]}")
+        for role, engine in self.engines.items():
+            for flag, off in engine.flags.items():
+                lines.append(f"  {role}: {flag} {f'off: {off}' if off else 'on'}")
+        return lines
 
     def remedies(self) -> Counter[str]:
         """Return changes of settings, with the bytes of the largest phase on which they act."""
