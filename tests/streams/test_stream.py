@@ -8,6 +8,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from stream_cases import COLUMNS, Engine, length_of, sampler, score
 
 from quadriga.errors import FieldError, WorkerDiedError, WorkerError
@@ -15,6 +16,7 @@ from quadriga.observability.jsonl import JsonlFile
 from quadriga.protocol import DataProto, fields
 from quadriga.streams.queue import PromptGroup, PromptQueue
 from quadriga.streams.staleness import StalenessBound
+from quadriga.trainer import stages
 from quadriga.trainer.streaming import StreamedSampler, in_order
 
 
@@ -146,6 +148,33 @@ def test_every_prompt_is_trained_once_and_in_time(case, seed):
         after = next(ours.stream).batch[fields.INPUT_IDS]  # what a longer run would go on with
         assert after[0] == -(-ours._all_dropped // len(after) + -8) * len(after)
     assert (ours._all_dropped or not ours.queue.groups) and not ours.generation.calling
+
+
+ESTIMATORS = {
+    "grpo": lambda score: (score - score.mean()) / (score.std() + 1e-6),
+    "rloo": lambda score: score - (score.sum() - score) / (len(score) - 1),
+    "dr_grpo": lambda score: score - score.mean(),
+    "opo": lambda length: (
+        length - (length * length).sum() / length.sum()
+    ),  # the score is the length
+}
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_a_group_is_compared_whatever_the_versions_of_its_responses(name):
+    mixed, given = 0, {"n": 4, "staleness": 2, "slice_tokens": 1, "overlaps": False}
+    more = [f"algorithm.adv_estimator={name}"]
+    with closing(sampler(random.Random(3), **given, more=more)) as ours:
+        for batch in trained(ours):
+            rewards = batch.batch[fields.TOKEN_LEVEL_SCORES]
+            batch.batch[fields.TOKEN_LEVEL_REWARDS] = rewards
+            found = stages.estimate_advantages(batch, ours.config.algorithm).batch.batch
+            mask, last = batch.batch[fields.RESPONSE_MASK], batch.batch[fields.TOKEN_VERSIONS]
+            for rows in torch.arange(len(batch)).split(4):
+                mixed += len(last[rows].amax(1).unique()) > 1
+                expected = ESTIMATORS[name](rewards[rows].sum(-1))[:, None] * mask[rows]
+                torch.testing.assert_close(found[fields.ADVANTAGES][rows], expected)
+    assert mixed > 1, "members of a group have ended with different weights"
 
 
 @pytest.mark.parametrize("seed", range(8))

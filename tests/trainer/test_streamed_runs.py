@@ -8,7 +8,7 @@ from run_cases import STREAMED, assert_equal_tensors, metrics_of_run, timeless
 
 from quadriga.config.loading import load_config
 from quadriga.config.schema import TrainConfig
-from quadriga.errors import CheckpointError, ConfigError, GroupError
+from quadriga.errors import CheckpointError, ConfigError, GroupError, RewardError
 from quadriga.observability.jsonl import keep_rows, read_jsonl
 from quadriga.rollout import ROLLOUTS, Rollout
 from quadriga.streams.timeline import recorded_spans
@@ -72,11 +72,14 @@ def test_a_run_is_resumed_to_the_bit(train_overrides, rule, tmp_path, more):
 
 def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_overrides, rule, tmp_path):
     common = [*train_overrides, rule, *STREAMED, ENDS, NO_VALIDATION, "trainer.max_staleness=2"]
+    common.append("actor_rollout_ref.rollout.sampling.stop=[en, es, s]")
     critic = train_overrides[0].replace("actor_rollout_ref", "critic")
     common += [critic, "algorithm.adv_estimator=gae", "critic.warmup_steps=2"]  # no sync in these
     apart = ["trainer.n_gpus_per_node=3", "placement.actor=[0]", "placement.rollout=[1,2]"]
     first = metrics_of_run([*common, *apart, STEPS])
     assert max(row["staleness/max"] for row in first) > 0
+    responses = [row["response"] for row in read_jsonl(tmp_path / "run/samples.jsonl")]
+    assert sum(text.endswith(("en", "es", "s")) for text in responses) > 2
     run = f"trainer.default_local_dir={tmp_path / 'again'}"
     replay = [run, f"trainer.replay_order={tmp_path / 'run'}"]
     again = metrics_of_run([*common, *apart, *replay, STEPS])
@@ -91,7 +94,7 @@ def test_the_order_of_a_run_is_repeated_to_the_bit_on_one_process(train_override
         assert all(a[2] <= b[1] + 2e-4 for a, b in pairwise(sorted(own, key=lambda span: span[1])))
     orders = [list(read_jsonl(tmp_path / name / "stream.jsonl")) for name in ("run", "again")]
     calls = [[event["call"] for event in order if "call" in event] for order in orders]
-    assert calls[0] == calls[1] and len(calls[0]) > 6
+    assert calls[0] == calls[1] and len(calls[0]) > 4
     for folder, steps in (("run", 3), ("again", 4)):
         order = tmp_path / folder / "stream.jsonl"
         keep_rows(order, lambda event, kept=folder == "run": kept or event["step"] > 1)
@@ -144,6 +147,26 @@ def test_remax_and_refilling_are_streamed(train_overrides, rule):
     ):
         always = "{enable: true, mode: refill, max_num_gen_batches: 1, under_filled: error}"
         metrics_of_run([*common, f"algorithm.filter_groups={always}", "trainer.max_staleness=1"])
+
+
+HANGS = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(60 * (extra_info["index"] == 7))
+    return len(solution_str)
+"""
+
+
+def test_a_reward_that_hangs_costs_its_own_responses(train_overrides, tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    given = [f"reward.path={tmp_path / 'hangs.py'}", "reward.num_processes=1", "reward.timeout_s=1"]
+    given += [*STREAMED, NO_VALIDATION, "trainer.total_training_steps=8"]  # an epoch
+    rows = metrics_of_run([*train_overrides, *given, "reward.on_failure=mask"])
+    assert sum(row.get("reward/timed_out", 0) for row in rows) == 2 and len(rows) == 8
+    with pytest.raises(RewardError, match=r"the first is .*timed out: .*reward\.on_failure"):
+        metrics_of_run(
+            [*train_overrides, *given, "reward.on_failure=fail", "trainer.overwrite=true"]
+        )
 
 
 @pytest.mark.nightly
