@@ -1,6 +1,7 @@
 """`trainer.profile`: one trace for each process, and one file of all roles over the step."""
 
 import json
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -138,26 +139,21 @@ def test_nsys_starts_the_ranks_and_marks_the_calls(tmp_path, monkeypatch):
 
     told = []
 
+    @contextmanager
+    def marked(name):
+        told.append(name)
+        yield
+        told.append("end")
+
     for mark in ("start", "stop"):
         monkeypatch.setattr(torch.cuda.profiler, mark, partial(told.append, mark))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
-    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: told.append(name) or _Block(told))
+    monkeypatch.setattr(torch.cuda.nvtx, "range", marked)
     profiling.start_profile("nsys", tmp_path / "step_5/actor_rank0.json")
     assert profiling.profiled("actor", 0, "update_actor", lambda: 7) == 7
     (call,) = profiling.stop_profile()
     assert call[:3] == ("actor", 0, "update_actor") and profiling.stop_profile() == []
     assert told == ["wait", "start", "actor.update_actor", "end", "wait", "stop"]
-
-
-class _Block:
-    def __init__(self, told):
-        self.told = told
-
-    def __enter__(self):
-        pass
-
-    def __exit__(self, *_):
-        self.told.append("end")
 
 
 def test_a_lost_step_leaves_no_profile_behind(tmp_path):
