@@ -59,9 +59,9 @@ def test_the_timeline_of_a_run_has_every_rank_in_every_step(run, tmp_path):
     apart = ["placement.actor=[0]", "placement.rollout=[1]", "trainer.n_gpus_per_node=2"]
     run("trainer.profile.tool=calls", "trainer.max_staleness=1", "data.val_files=[]", *apart)
     assert [path.name for path in (tmp_path / "run/profile").iterdir()] == ["calls.jsonl"]
-    given = ["plan", "--async", str(tmp_path / "run"), "--trace", str(tmp_path / "all.json")]
-    assert main(given) == 2  # two steps are too few for a plan
-    found = roles_of(tmp_path / "all.json")
+    trace = tmp_path / "all.json"  # two steps are too few for a plan beside it
+    assert main(["plan", "--async", str(tmp_path / "run"), "--trace", str(trace)]) == 2
+    found = roles_of(trace)
     updates, phases = (found[track, "update_actor"] for track in ("actor rank 0", "controller"))
     for own, phase in zip(updates, phases, strict=True):
         assert phase[0] - 0.05 < own[0] < own[1] < phase[1] + 0.05 and len(updates) == 2
@@ -161,7 +161,5 @@ def test_a_lost_step_leaves_no_profile_behind(tmp_path):
     profiling.start_profile("torch", tmp_path / "step_1/b.json")  # a second group of the process
     profiling.start_profile("torch", tmp_path / "step_1_again/a.json")
     profiling.stop_profile()
-    assert [path.parent.name for path in sorted(tmp_path.rglob("*.json"))] == [
-        "step_1",
-        "step_1_again",
-    ]
+    folders = [path.parent.name for path in sorted(tmp_path.rglob("*.json"))]
+    assert folders == ["step_1", "step_1_again"]

@@ -52,13 +52,13 @@ def whole(tiny_task, rule, tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_lost_replica_loses_no_prompt(tiny_task, rule, whole, tmp_path, lost):
-    """It is started again at the next weight sync, and its groups begin again."""
+@pytest.mark.parametrize(("lost", "how"), [(0, "kill"), (1, "kill"), (0, "suspend")])
+def test_a_lost_replica_loses_no_prompt(tiny_task, rule, whole, tmp_path, lost, how):
+    """It is started again at the next weight sync. One that is stuck is lost at its deadline."""
     apart = [
         "trainer.backend=ray", "trainer.num_cpus=3", "trainer.n_gpus_per_node=3",
         "placement.actor=[0]", "placement.rollout=[1,2]",
-        "actor_rollout_ref.rollout.replicas.restarts=2",
+        "actor_rollout_ref.rollout.replicas.restarts=2", "trainer.call_timeout_s=30",
     ]  # fmt: skip
 
     def replicas() -> list[psutil.Process]:
@@ -67,7 +67,7 @@ def test_a_lost_replica_loses_no_prompt(tiny_task, rule, whole, tmp_path, lost):
     overrides = streamed(tiny_task, rule, tmp_path, *apart)
     with started_run(overrides, tmp_path / "run.log") as run:
         run.wait_until(lambda: len(metrics(tmp_path)) > 1, LIMIT_S)
-        replicas()[lost].kill()
+        getattr(replicas()[lost], how)()
         end(run)
         assert "was started again" in run.output.read_text()
     assert [row["step"] for row in metrics(tmp_path)] == list(range(1, 15))

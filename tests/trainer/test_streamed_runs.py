@@ -149,16 +149,12 @@ def test_remax_and_refilling_are_streamed(train_overrides, rule):
         metrics_of_run([*common, f"algorithm.filter_groups={always}", "trainer.max_staleness=1"])
 
 
-HANGS = """
-import time
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    time.sleep(60 * (extra_info["index"] == 7))
-    return len(solution_str)
-"""
-
-
 def test_a_reward_that_hangs_costs_its_own_responses(train_overrides, tmp_path):
-    (tmp_path / "hangs.py").write_text(HANGS)
+    sleeps = (
+        "    import time\n    time.sleep(60 * (extra_info['index'] == 7))\n    return len(text)"
+    )
+    rule = f"def compute_score(source, text, truth, extra_info):\n{sleeps}\n"
+    (tmp_path / "hangs.py").write_text(rule)
     given = [f"reward.path={tmp_path / 'hangs.py'}", "reward.num_processes=1", "reward.timeout_s=1"]
     given += [*STREAMED, NO_VALIDATION, "trainer.total_training_steps=8"]  # an epoch
     rows = metrics_of_run([*train_overrides, *given, "reward.on_failure=mask"])
