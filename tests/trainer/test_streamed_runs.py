@@ -150,11 +150,9 @@ def test_remax_and_refilling_are_streamed(train_overrides, rule):
 
 
 def test_a_reward_that_hangs_costs_its_own_responses(train_overrides, tmp_path):
-    sleeps = (
-        "    import time\n    time.sleep(60 * (extra_info['index'] == 7))\n    return len(text)"
-    )
-    rule = f"def compute_score(source, text, truth, extra_info):\n{sleeps}\n"
-    (tmp_path / "hangs.py").write_text(rule)
+    head = "import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+    body = "  time.sleep(60 * (extra_info['index'] == 7))\n  return len(solution_str)\n"
+    (tmp_path / "hangs.py").write_text(head + body)
     given = [f"reward.path={tmp_path / 'hangs.py'}", "reward.num_processes=1", "reward.timeout_s=1"]
     given += [*STREAMED, NO_VALIDATION, "trainer.total_training_steps=8"]  # an epoch
     rows = metrics_of_run([*train_overrides, *given, "reward.on_failure=mask"])
