@@ -1,6 +1,7 @@
 """Every entry of every registry takes a step of a real run; settings alone select it.
 
-`test_dataflow` runs such a step with each kind of estimator and loss.
+`test_dataflow` runs such a step with each kind of estimator and loss, `test_runs` one with those of a
+file of the user.
 """
 
 import math
@@ -12,19 +13,6 @@ from quadriga.algorithms.advantages import ADVANTAGES
 from quadriga.algorithms.policy_losses import POLICY_LOSSES
 
 ACTOR = "actor_rollout_ref.actor"
-USER_FILE = """
-from quadriga.algorithms.advantages import register_advantage
-from quadriga.algorithms.policy_losses import register_policy_loss
-
-@register_advantage("mine", formula="A = r")
-def mine(token_level_rewards_BT, response_mask_BT, *, scale=1.0):
-    advantages = scale * token_level_rewards_BT.sum(-1, keepdim=True) * response_mask_BT
-    return advantages, advantages
-
-@register_policy_loss("my_loss", formula="-A log p")
-def my_loss(log_prob_BT, advantages_BT, response_mask_BT):
-    return -advantages_BT * log_prob_BT
-"""
 
 
 @pytest.fixture
@@ -85,16 +73,3 @@ def test_every_rollout_correction_has_weight_one_without_mismatch(step, level, m
     metrics = step(f"algorithm.rollout_correction.level={level}",
                    f"algorithm.rollout_correction.mode={mode}")  # fmt: skip
     assert metrics["actor/importance_weight"] == pytest.approx(1.0, abs=1e-3)
-
-
-@pytest.mark.usefixtures("restored_tables")
-def test_a_file_of_the_user_adds_an_estimator_and_a_loss(step, tmp_path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(USER_FILE)
-    metrics = step(
-        f"algorithm.user_files=[{file}]",
-        "algorithm.adv_estimator=mine",
-        "+algorithm.options.scale=2.0",
-        f"{ACTOR}.policy_loss.name=my_loss",
-    )
-    assert moved(metrics)
