@@ -1,7 +1,7 @@
 """Every entry of every registry takes a step of a real run; settings alone select it.
 
-`test_dataflow` runs such a step with each kind of estimator and loss, `test_runs` one with those of a
-file of the user.
+`test_dataflow` runs such a step with each kind of estimator and loss, `test_runs` one with those of
+a file of the user.
 """
 
 import math
