@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from quadriga.parallel.distributed import init_distributed
 from quadriga.rollout.base import RolloutEngine, tensor_digest
+from quadriga.rollout.guard import GuardedRollout
 from quadriga.weight_sync.remote import JoinedReceiver, JoinedSender, WeightReceiver, WeightSender
 from quadriga.weight_sync.sync import WeightSync
 from quadriga.weight_sync.transport import needs_of
@@ -53,12 +54,14 @@ class Target(RolloutEngine):
 
     name, version = "benchmark", -1
     generate = score = None  # never called: the weights are compared by digests
-    abilities = SimpleNamespace(exposes_weights=True)
+    abilities = SimpleNamespace(exposes_weights=True, file_names=False)
 
     def __init__(self, names: Iterable[str]) -> None:
         self.weights = {name: torch.zeros(ROWS, COLUMNS) for name in names}
 
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def update_weights(
+        self, stream: Iterable[tuple[str, Tensor]], version: int, form: str = "whole"
+    ) -> None:
         for name, weight in stream:
             self.weights[name].copy_(weight)
         self.version = version
@@ -130,7 +133,7 @@ def together(rank: int, ranks: int, count: int, repeats: int, port: int, out: st
     source = sharded(rank, ranks, count)
     found: dict[str, object] = {}
     sync = WeightSync(source, Target(source.weights), bucket_bytes=BUCKET)
-    found["collective"] = measured(lambda v: sync.run(v).received, repeats)
+    found["collective"] = measured(lambda v: sync.run(v)["group"], repeats)
     target = Target(source.weights)
 
     def gather(version: int) -> int:
@@ -164,11 +167,12 @@ def apart(
             sender.send(own[0])
             return 0
     else:
-        receiver = JoinedReceiver(Target(f"w{i}" for i in range(count)), device="cpu")
+        guard = GuardedRollout(Target(f"w{i}" for i in range(count)))
+        receiver = JoinedReceiver(guard, device="cpu")
 
         def sync(version: int) -> int:
             receiver.receive(tickets.get(timeout=600))
-            return receiver.received
+            return guard.moved["group"]
 
     found["joined"] = measured(sync, repeats)
     Path(f"{out}.{rank}").write_text(json.dumps(found))
@@ -182,21 +186,20 @@ def alone(rank: int, count: int, repeats: int, out: str) -> None:
     source = Source({f"w{i}": torch.randn(ROWS, COLUMNS) for i in range(count)})
     copying = WeightSync(source, Target(source.weights))
     target = Target(source.weights)
-    sender, receiver = WeightSender(source, BUCKET), WeightReceiver(target)
+    guard = GuardedRollout(target)
+    sender, receiver = WeightSender(source, BUCKET), WeightReceiver(guard)
 
     def buckets(version: int) -> int:
-        sizes = 0
-        for part in sender.send(needs_of(target), version):
-            sizes += part.batch["weight_bytes"].numel()
+        for part in sender.send(needs_of(guard), version):
             receiver.receive([part])
         receiver.finish()
-        return sizes
+        return guard.moved["store"]
 
     def digests(version: int) -> int:
         return len(target.weights_digest()) * 0
 
     found = {
-        "one process": measured(lambda v: copying.run(v).received, repeats),
+        "one process": measured(lambda v: copying.run(v).get("group", 0), repeats),
         "buckets": measured(buckets, repeats),
         "digests": measured(digests, repeats),
     }
