@@ -287,6 +287,10 @@ def with_a_fraction(header):
     header[NORM]["shape"] = [32.9]
 
 
+def with_another_shape(header):
+    header[NORM]["shape"] = [33]
+
+
 def unchanged(header):
     pass
 
@@ -294,11 +298,12 @@ def unchanged(header):
 @pytest.mark.parametrize(
     ("change", "more", "message"),
     [
-        (overlapping, b"", r"tensor '.*norm.weight' has the bytes \d+ to \d+, and tensor '"),
-        (with_a_gap, b"", r"tensor '.*' has the bytes \d+ to \d+, and tensor '.*' ends at byte"),
-        (with_a_fraction, b"", r"its header cannot be read \(ValueError\)"),
-        (unchanged, b"1234", r"it has \d+ bytes, and its header describes \d+"),
-        (unchanged, None, r"it has \d+ bytes, and its header describes \d+"),
+        (overlapping, b"", "invalid offset"),
+        (with_a_gap, b"", "invalid offset"),
+        (with_another_shape, b"", "invalid shape"),
+        (with_a_fraction, b"", "invalid JSON"),
+        (unchanged, b"1234", "not fully covered"),
+        (unchanged, None, "not fully covered"),
     ],
 )
 def test_weights_whose_bytes_are_not_as_the_header_says_are_refused(folder, change, more, message):
@@ -312,4 +317,4 @@ def test_weights_whose_bytes_are_not_as_the_header_says_are_refused(folder, chan
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     with pytest.raises(SafetensorError):
         load_file(path)
-    refused(check_model_folder, folder, f"is not a safetensors file: {message}")
+    refused(check_model_folder, folder, f"is not a safetensors file: .*{message}")

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError, safe_open
+
 from quadriga.config.hub import HUB_PREFIX, hub_reason
 from quadriga.config.paths import is_remote, local_path
 from quadriga.config.schema import ModelConfig
 from quadriga.config.stores import fetched
-from quadriga.errors import ModelError
+from quadriga.errors import ModelError, first_line
 from quadriga.models.architectures import check_architecture
 
 if TYPE_CHECKING:
@@ -195,7 +196,6 @@ JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "Jso
 _WEIGHTS = "model.safetensors"
 _WEIGHTS_INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 * 2**20
-_MAX_HEADER_BYTES = 100_000_000  # the limit of safetensors
 _RANK_FILE = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 _SLACK = 16
@@ -403,66 +403,25 @@ def read_header(folder: Path, name: str) -> dict[str, StoredTensor]:
         ModelError: the file cannot be read, or it is no safetensors file: also if it is not as long
             as its header says, or if tensors overlap.
     """
-    problem = ""
+    path = folder / name
     try:
-        with (folder / name).open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_HEADER_BYTES:
-                problem = f"its header would have {length} bytes"
-            else:
-                tensors = _tensors(name, file.read(length), 8 + length)
-                problem = _wrong_ranges(tensors, 8 + length, os.fstat(file.fileno()).st_size)
-                if not problem:
-                    return tensors
-    except OSError as error:
-        problem = f"it cannot be read ({error.strerror})"
-    except Exception as error:  # wrong JSON causes errors of many types
-        problem = f"its header cannot be read ({type(error).__name__})"
-    raise ModelError(
-        f"the model in {folder} cannot be loaded: {name} is not a safetensors file: {problem}"
-    )
-
-
-def _tensors(file: str, header: bytes, begin: int) -> dict[str, StoredTensor]:
-    """Return the tensors of a header that ends at byte `begin`. Raises what wrong JSON causes."""
-    entries = json.loads(header)
+        # The library compares the header with the length of the file.
+        with safe_open(path, "np"), path.open("rb") as file:
+            begin = 8 + int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(begin - 8))
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the model in {folder} cannot be loaded: {name} is not a safetensors file: "
+            f"{first_line(error)}"
+        ) from None
+    header.pop("__metadata__", None)
     return {
         tensor: StoredTensor(
-            file,
-            str(entry["dtype"]),
-            tuple(map(_natural, entry["shape"])),
-            *(begin + _natural(offset) for offset in entry["data_offsets"]),
+            name, entry["dtype"], tuple(entry["shape"]),
+            *(begin + offset for offset in entry["data_offsets"]),
         )
-        for tensor, entry in entries.items()
-        if tensor != "__metadata__"
-    }
-
-
-def _natural(value: object) -> int:
-    """Return a size or an offset of a header. Raises `ValueError` if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{value!r} is no size")
-    return value
-
-
-def _wrong_ranges(tensors: Mapping[str, StoredTensor], begin: int, size: int) -> str:
-    """Return what is wrong with the ranges of bytes of tensors, or the size of their file.
-
-    The tensors fill the file from byte `begin` to its end. Where they do not, the library
-    safetensors refuses the file, and a tensor would be read from the bytes of another one.
-    """
-    end, last = begin, ""
-    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
-        if tensor.start != end or tensor.stop < end:
-            after = f"tensor {last!r} ends" if last else "its header ends"
-            return (
-                f"tensor {name!r} has the bytes {tensor.start} to {tensor.stop}, and {after} at "
-                f"byte {end}"
-            )
-        end, last = tensor.stop, name
-    if size != end:
-        return f"it has {size} bytes, and its header describes {end}"
-    return ""
+        for tensor, entry in header.items()
+    }  # fmt: skip
 
 
 def _short(value: JsonValue) -> str:
