@@ -46,12 +46,11 @@ WRITTEN = {
     "harmony": "<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
     '{"a": 1}<|call|>',
 }
-FIRST = {"llama3": ""}
 
 
 @pytest.mark.parametrize("format", WRITTEN)
 def test_calls_are_read_in_their_order(format):
-    text = FIRST.get(format, "I call it.\n") + WRITTEN[format]
+    text = ("" if format == "llama3" else "I call it.\n") + WRITTEN[format]
     expected = ToolCall("f", {"a": "1" if format == "qwen3_coder" else 1}, format != "qwen3_coder")
     assert read(text, format) == ([expected], None)
     assert read(text + WRITTEN[format], format) == ([expected] * 2, None)
@@ -67,7 +66,7 @@ def test_calls_are_read_in_their_order(format):
 def test_other_ways_to_write_a_call():
     f = [ToolCall("f", {"a": 1})]
     assert read('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "llama3") == (f, None)
-    assert read('{"answer": 3}', "llama3") == ([], None)
+    assert read('{"name": "Ann", "age": 3}', "llama3") == ([], None)
     assert read('[TOOL_CALLS]f{"a": 1}', "mistral") == (f, None)
     assert read('[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}', "mistral") == (f, None)
     named = [ToolCall("f", {"a": "[TOOL_CALLS]"})]
@@ -81,6 +80,12 @@ def test_other_ways_to_write_a_call():
     tagged = ToolCall("f", {"a": "</tool_call>"})
     text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': tagged.arguments})}</tool_call>"
     assert parse_calls(f"So{text}\n{inner} it", "hermes") == ([tagged, *f], None, "So\n it")
+    call, words = WRITTEN["hermes"], "</tool_call>\n</function>\n</parameter>\n<think>"
+    assert read(f"<think>a</think>{call}<think>b</think>{call}", "hermes") == (f * 2, None)
+    assert read('[THINK]no [TOOL_CALLS]f{"a": 1}[/THINK]No.', "mistral") == ([], None)
+    for format, written in (("hermes", json.dumps(words)), ("qwen3_coder", words)):
+        [found], problem, _ = parse_calls(WRITTEN[format].replace("1", written), format)
+        assert (found.arguments, problem) == ({"a": words}, None)
     header = ' to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
     assert read(f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{header}",
                        "harmony") == (f, None)  # fmt: skip
@@ -93,6 +98,7 @@ MALFORMED = [
     ("hermes", '<tool_call>{"name": 3}</tool_call>', "a call must be"),
     ("hermes", "<tool_call>" + "[" * 100_000, "nested too deeply"),
     ("qwen3_coder", "<tool_call>{}</tool_call>", "must begin with <function=NAME>"),
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1", "must end with </parameter>"),
     ("llama3", '{"name": "f", "parameters": {"a": 1}', "not valid JSON"),
     ("llama3", "<|python_tag|>print(1)", "a call must begin with {"),
     ("mistral", "[TOOL_CALLS][1", "not valid JSON"),

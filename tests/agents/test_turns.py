@@ -118,13 +118,25 @@ def test_a_token_that_ends_a_call_or_a_last_answer_ends_a_turn():
     tokenizer = tokenizer_of("gpt-oss")
     turns = Turns(tokenizer, {}, [TOOL])
     more = [{"role": "user", "content": "more"}]
-    sampled = tokenizer([f"Four.{e}" for e in ("<|call|>", "<|return|>", "<|end|>", "")])[
-        "input_ids"
-    ]
+    ends = "<|call|>", "<|return|>", "<|end|>", ""
+    sampled = tokenizer([f"Four.{end}" for end in ends])["input_ids"]
     found = tokenizer.batch_decode(turns.following_ids([(own, more) for own in sampled]))
     assert all(text.startswith("<|start|>user") for text in found[:3])
     assert {turns.text(own) for own in sampled} == {"Four."}
     assert found[3].startswith("<|end|><|start|>user")
+
+
+ROLES = """{% for m in messages %}{{ ('<|User|>' if m.role == 'user' else '<role>') + m.content }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<role>' }}{% endif %}"""
+
+
+def test_a_turn_may_end_with_the_token_that_begins_the_next_one():
+    (tokenizer := tokenizer_of(ROLES)).add_tokens(["<role>"])  # not a special one, as in DeepSeek
+    user, role = tokenizer.convert_tokens_to_ids(["<|User|>", "<role>"])
+    turns, sampled = Turns(tokenizer, ends=[user]), tokenizer("Four.")["input_ids"]
+    more = [{"role": "user", "content": "Three.<role>"}]
+    one, other = turns.following_ids([(sampled, more), ([*sampled, user], more)])
+    assert (one, turns.text([*sampled, user]), one.count(role)) == ([user, *other], "Four.", 1)
 
 
 def test_the_output_of_a_tool_cannot_write_a_turn():
@@ -151,8 +163,7 @@ BROKEN = {
     "no template": (None, ModelError, "has no chat template"),
     "one question": (
         "{% if messages | length > 1 %}{{ raise_exception('one message') }}{% endif %}",
-        ModelError,
-        "one message",
+        ModelError, "one message",
     ),
     "no turns": ("{{ messages[-1].content }}", ModelError, "does not write a turn of the assist"),
     "names only": (
@@ -163,8 +174,7 @@ BROKEN = {
     ),
     "results refused": (
         LLAMA3.replace("{{ m.content | tojson }}", "{{ raise_exception('no tools') }}"),
-        ConfigError,
-        "no tools; use a model whose template has tools",
+        ConfigError, "no tools; use a model whose template has tools",
     ),
 }  # fmt: skip
 
@@ -185,6 +195,8 @@ def test_one_line_for_what_a_template_cannot_write_later():
         turns.prompt_ids([{"role": "system", "content": "Be kind."}])
     with pytest.raises(ModelError, match="must alternate"):
         turns.following_ids([([], [{"role": "tool", "name": "add", "content": "4"}])])
+    chat = [{"role": role, "content": "a"} for role in ("system", "user", "assistant", "user")]
+    assert not turns.rewrites(chat, ["a"]), "no context can begin with what cannot be written"
 
 
 def test_a_prompt_without_a_template_must_not_end_a_turn():

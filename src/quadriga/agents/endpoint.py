@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 MODEL_NAME = "policy"
-_IDLE_S = 86_400  # for which a connection stays: a program works between its requests
+_IDLE_S = 3600  # for which a connection stays: a program works between its requests
 
 
 @dataclass(frozen=True)

@@ -234,16 +234,27 @@ class Parsed(NamedTuple):
 
 
 def parse_calls(text: str, format: ToolFormat) -> Parsed:
-    """Return the calls in the text of a turn, without those in thoughts: up to the last `</think>`,
-    and behind a `<think>` that is not closed."""
-    thought, closed, rest = text.rpartition("</think>")
-    own, *cut_thought = rest.partition("<think>")
-    found, content, at = list(_PARSERS[format](own)), thought + closed, 0
+    """Return the calls in the text of a turn, without those in thoughts: up to the first `</think>`
+    that no `<think>` opens, and behind each `<think>`, to its end. A word in a call is text."""
+    found, thoughts, opened = list(_PARSERS[format](text)), list[tuple[int, int]](), -1
+    calls = [(first, last) for each, first, last in found if isinstance(each, ToolCall)]
+    for word in re.finditer(r"<(/?)think>|\[(/?)THINK\]", text):
+        if any(first < word.start() < last for first, last in calls):
+            continue
+        if not (word[1] or word[2]):
+            opened = word.start() if opened < 0 else opened
+        elif opened >= 0 or not thoughts:
+            thoughts.append((max(opened, 0), word.end()))
+            opened = -1
+    if opened >= 0:
+        thoughts.append((opened, len(text)))
+    found = [one for one in found if not any(a <= one[1] < b for a, b in thoughts)]
+    content, at = "", 0
     for _, first, last in found:
-        content, at = content + own[at:first], last
-    calls = [each for each, *_ in found if isinstance(each, ToolCall)]
+        content, at = content + text[at:first], last
     problem = next((each for each, *_ in found if isinstance(each, str)), None)
-    return Parsed(calls, problem, "".join([content, own[at:], *cut_thought]))
+    own = [each for each, *_ in found if isinstance(each, ToolCall)]
+    return Parsed(own, problem, content + text[at:])
 
 
 Found = Iterable[tuple[ToolCall | str, int, int]]
@@ -255,7 +266,7 @@ def _call_of(value: object) -> ToolCall | str:
     if isinstance(value, dict) and isinstance(name := value.get("name"), str):
         arguments = value.get("arguments", value.get("parameters", {}))
         if isinstance(arguments, str):
-            arguments = _json(arguments)
+            arguments = _json_at(arguments.strip(), 0)[0]
         if isinstance(arguments, dict):
             return ToolCall(name, arguments)
         return f"the arguments of {name!r:.80} must be a JSON object, got {arguments!r:.80}"
@@ -272,16 +283,13 @@ class _NoJson:
         return self.why
 
 
-def _json(text: str) -> object:
-    """Return the JSON value at the beginning of a text, or a `_NoJson`."""
-    return _json_at(text.strip(), 0)[0]
-
-
 def _json_at(text: str, start: int) -> tuple[object, int]:
+    """Return the JSON value at a place of a text, or a `_NoJson`, and where it ends."""
     try:
         return json.JSONDecoder().raw_decode(text, start)
     except ValueError as error:
-        return _NoJson(f"{cut(text[start:], 80)!r}, which is not valid JSON: {error}"), len(text)
+        got = cut(text[start : start + 99], 80)
+        return _NoJson(f"{got!r}, which is not valid JSON: {error}"), len(text)
     except RecursionError:
         return _NoJson("JSON that is nested too deeply"), len(text)
 
@@ -297,32 +305,38 @@ def _hermes(text: str) -> Found:
         yield _call_of(value), begun.start(), last
 
 
+_PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>"
+    r"(?=\s*(?:<parameter=[^>\n]{1,200}>|</function>))",
+    re.DOTALL,
+)
+"""An argument ends before another one or the end of the call, so its text may have these words."""
+
+
 def _qwen3_coder(text: str) -> Found:
-    for call in re.finditer(r"<tool_call>(.*?)(?:</tool_call>|\Z)", text, re.DOTALL):
-        function = re.match(
-            r"\s*<function=([^>\n]{1,200})>(.*?)(?:</function>|\Z)", call[1], re.DOTALL
-        )
-        if function is None:
-            problem = f"a call must begin with <function=NAME>, got {cut(call[1].strip(), 80)!r}"
-            yield problem, *call.span()
+    last = 0
+    while begun := re.compile(r"<tool_call>\s*(<function=([^>\n]{1,200})>)?").search(text, last):
+        arguments, last = dict[str, Any](), begun.end()
+        while argument := _PARAMETER.match(text, last):
+            arguments[argument[1]], last = argument[2], argument.end()
+        ended = re.compile(r"\s*</function>(?:\s*</tool_call>)?").match(text, last)
+        if begun[1] is not None and ended is not None:
+            last = ended.end()
+            yield ToolCall(begun[2], arguments, typed=False), begun.start(), last
             continue
-        pairs = function[2].split("<parameter=")[1:]
-        arguments = {}
-        for pair in pairs:
-            name, _, value = pair.partition(">")
-            value, closed, _ = value.partition("</parameter>")
-            arguments[name] = value.removeprefix("\n").removesuffix("\n") if closed else value
-        yield ToolCall(function[1], arguments, typed=False), *call.span()
+        end = "an argument must end with </parameter>"
+        must = end if begun[1] else "a call must begin with <function=NAME>"
+        yield f"{must}, got {cut(text[last:].strip(), 80)!r}", begun.start(), last
 
 
 def _llama3(text: str) -> Found:
     before, tag, _ = text.partition("<|python_tag|>")
-    first = len(before) if tag else 0
+    first = len(before) if tag else len(text) - len(text.rpartition("</think>")[2])
     start = _behind_space(text, first + len(tag))
     while text.startswith("{", start):
         value, end = _json_at(text, start)
-        if not (isinstance(value, dict) and "name" in value) and not tag:
-            if re.match(r'\{\s*"name"\s*:', text[start:]):
+        if not (isinstance(value, dict) and {"parameters", "arguments"} & {*value}) and not tag:
+            if re.match(r'\{\s*"name"\s*:', text[start:]) and not isinstance(value, dict):
                 yield _call_of(value), first, end
             return  # an answer in JSON
         start = _behind_space(text, end, "; \n")
@@ -358,9 +372,10 @@ def _harmony(text: str) -> Found:
         recipient = re.search(r"\bto=(?:functions\.)?([\w.-]{1,200})", header)
         if recipient is None or recipient[1] == "assistant":
             continue
-        body = re.split(r"<\|(?:call|end|return)\|>", body)[0]
-        value = _json(body) if begun else _NoJson("a call without <|message|>")
-        yield _call_of({"name": recipient[1], "arguments": value}), *message.span()
+        own, *more = re.split(r"(<\|(?:call|end|return)\|>)", body, maxsplit=1)
+        value = _json_at(own.strip(), 0)[0] if begun else _NoJson("a call without <|message|>")
+        last = message.end() - len("".join(more[1:]))
+        yield _call_of({"name": recipient[1], "arguments": value}), message.start(), last
 
 
 _PARSERS: dict[ToolFormat, Callable[[str], Found]] = {

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -77,6 +77,7 @@ class Turns:
     Args:
         chat_template_kwargs: arguments of the template.
         tools: schemas of tools, which the template writes into the prompt.
+        ends: further tokens with which the model ends a turn.
 
     Attributes:
         end_ids: the tokens with which the template ends a turn.
@@ -92,12 +93,14 @@ class Turns:
         tokenizer: PreTrainedTokenizerBase,
         chat_template_kwargs: TemplateArguments = NO_ARGUMENTS,
         tools: Sequence[Mapping[str, object]] = (),
+        ends: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._arguments = dict(chat_template_kwargs)
         self._given = chat_template_kwargs
         self._of_tools: dict[str, Turns] = {}
         self._neutral = neutraliser(tokenizer)
+        self._given_ends = ends
         added = tokenizer.added_tokens_decoder.values()
         special = {str(token) for token in added if token.special} | set(
             tokenizer.all_special_tokens
@@ -109,8 +112,12 @@ class Turns:
         if tools:
             self._check_tools(tools)
             borders.append(self._border([_RESULT]))
-        ends = {end for border in borders for end in border.ends if end}
-        self.end_ids = frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(sorted(ends))))
+        # Also tokens of the template that its tokenizer does not call special (DeepSeek).
+        around = "".join(border.text for border in borders)
+        self._neutral = neutraliser(tokenizer, more=[str(t) for t in added if str(t) in around])
+        words = {end for border in borders for end in border.ends if end}
+        self.end_ids = frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(sorted(words))))
+        self._ends = {*self.end_ids, *ends, tokenizer.eos_token_id}
 
     def with_tools(self, tools: Sequence[Mapping[str, object]]) -> Turns:
         """Return the same with the tools of a request. Raises `ConfigError` as `Turns`."""
@@ -120,7 +127,7 @@ class Turns:
         if key not in self._of_tools:
             if len(self._of_tools) >= _KEPT:
                 self._of_tools.clear()
-            self._of_tools[key] = Turns(self._tokenizer, self._given, tools)
+            self._of_tools[key] = Turns(self._tokenizer, self._given, tools, self._given_ends)
         return self._of_tools[key]
 
     def context_ids(self, messages: Sequence[Message], text: str = "") -> list[int]:
@@ -133,7 +140,7 @@ class Turns:
         if not text:
             return self.prompt_ids(messages)
         ids = list(self._tokenizer(text)["input_ids"])
-        if not ids or ids[-1] in {*self.end_ids, self._tokenizer.eos_token_id}:
+        if not ids or ids[-1] in self._ends:
             raise InputError(f"a prompt must not end with the end of a turn, got {text[-80:]!r}")
         return ids
 
@@ -169,17 +176,21 @@ class Turns:
         tokenised = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         found = list[list[int]]()
         for (sampled, _), border, ids in zip(rows, borders, tokenised, strict=True):
+            last = sampled[-1] if len(sampled) else None
             if end := border.ends[1]:
                 first = ids.index(self._tokenizer.convert_tokens_to_ids(end))
-                found.append(ids[first + (len(sampled) > 0 and sampled[-1] in self.end_ids) :])
-            else:
-                found.append(continued(self._tokenizer, border.text, follows=True))
+                found.append(ids[first + (last in self._ends) :])
+                continue
+            # GLM ends a turn with the token that begins the next one.
+            begun, text = self._special.search(border.text), border.text
+            if begun and self._tokenizer.convert_tokens_to_ids(begun[0]) == last:
+                text = text[begun.end() :]
+            found.append(continued(self._tokenizer, text, follows=True))
         return found
 
     def text(self, sampled_ids: Sequence[int]) -> str:
         """Return the text of a turn with special tokens, without the token that ends it."""
-        ends = {*self.end_ids, self._tokenizer.eos_token_id}
-        ended = len(sampled_ids) > 0 and sampled_ids[-1] in ends
+        ended = len(sampled_ids) > 0 and sampled_ids[-1] in self._ends
         return str(self._tokenizer.decode(list(sampled_ids[: len(sampled_ids) - ended])))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -196,17 +207,21 @@ class Turns:
         own = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         own = own[len(own) - len(turns) :]
         try:
+            whole = self._text(messages)
+        except ModelError:  # it goes on as it is
+            return False
+        try:
             written = self._text(messages[: own[0]])
             for turn, text, following in zip(own, turns, [*own[1:], len(messages)], strict=True):
                 border = self._border(messages[turn + 1 : following])
                 written += text + border.ends[1] + border.text
-            return written != self._text(messages)
+            return written != whole
         except ModelError:  # it refuses a turn as the policy has written it
             return True
 
     def _check_tools(self, tools: Sequence[Mapping[str, object]]) -> None:
         """Check that the template writes the tools into a prompt, and results of a tool."""
-        arguments: TemplateArguments = {"tools": list(tools)}
+        arguments: TemplateArguments = {"tools": with_texts(list(tools), self._neutral)}
         name = f"the chat template of the tokenizer {str(self._tokenizer.name_or_path)!r}"
         other = "use a model whose template has tools, or describe them in the prompt, and let the "
         other += "environment answer with messages of the user"

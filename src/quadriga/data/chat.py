@@ -76,16 +76,18 @@ def chat_of(row: Row, prompt_key: str) -> Chat:
 
 
 def neutraliser(
-    tokenizer: PreTrainedTokenizerBase, kept: Sequence[str] = ()
+    tokenizer: PreTrainedTokenizerBase, kept: Sequence[str] = (), more: Sequence[str] = ()
 ) -> Callable[[str], str]:
     """Return a function that puts a space after the first character of each special token in a
     text, so that its tokens are ordinary ones: `<|im_end|>` → `< |im_end|>`.
 
     Args:
         kept: special tokens to leave unchanged, beside special tokens of one character.
+        more: further tokens to treat so.
     """
     added = tokenizer.added_tokens_decoder.values()
-    words = {str(token) for token in added if token.special} | set(tokenizer.all_special_tokens)
+    words = {str(token) for token in added if token.special}
+    words |= {*tokenizer.all_special_tokens, *more}
     ordered = sorted({word for word in words if len(word) > 1} - set(kept), key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, ordered)) or r"(?!)")
 

@@ -72,8 +72,8 @@ class _Episode:
         failure: the last answer of an environment that has failed.
         times: of the turns that its environment has answered here: number, seconds until the turn
             was written and until it was answered, and the roles of the observation.
-        began, since: when the episode began here, and when its last turn was written or answered,
-            on the clock of `time.monotonic`.
+        began, since: when its environment had begun here, 0 before, and when the last turn was
+            written or answered, on the clock of `time.monotonic`.
     """
 
     group: PromptGroup
@@ -90,7 +90,7 @@ class _Episode:
     metrics: dict[str, float] = field(default_factory=dict)
     failure: Answer | None = None
     times: list[list[object]] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    began: float = 0.0
     since: float = field(default_factory=time.monotonic)
     policy_s: float = 0.0
 
@@ -344,6 +344,7 @@ class Episodes:
         for name, value in answer.metrics.items():
             episode.metrics[name] = value + (0.0 if again else episode.metrics.get(name, 0.0))
         now = time.monotonic()
+        episode.began = episode.began or now
         if turns:
             who = ", ".join(f"{m['role']} {m.get('name', '')}".strip() for m in answer.messages)
             took = round(episode.policy_s, 4), round(now - episode.since, 4)

@@ -21,6 +21,7 @@ from quadriga.agents.turns import Turns
 from quadriga.config.schema import AgentConfig, TrainConfig
 from quadriga.containment import code_runs
 from quadriga.errors import RewardError
+from quadriga.models.folder import end_token_ids
 from quadriga.protocol import DataProto, fields
 from quadriga.rewards.pool import Start, start_here
 from quadriga.streams.episodes import Episodes, turn_spans
@@ -57,7 +58,8 @@ def make_episodes(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Ep
         return None
     ref = EnvironmentRef(agent.path, agent.name, agent.options)
     ref, tools = with_tools(ref, lambda: call_format(tokenizer))
-    turns = Turns(tokenizer, data.chat_template_kwargs, tools)
+    ends = end_token_ids(config.actor_rollout_ref.model.path, tokenizer)
+    turns = Turns(tokenizer, data.chat_template_kwargs, tools, ends)
     template, bounds = agent.history == "template", (agent.processes, agent.step_timeout_s)
     start = start_of(agent.spread)
     pool = EpisodePool(ref.loaded(), *bounds, agent.process_memory_gb, template, start)
