@@ -148,7 +148,7 @@ def uneven(folder: Path, rows: int) -> dict[str, Any]:
     prompts, n = {16: (4, 4), 128: (16, 8)}[rows]
     stops = f"actor_rollout_ref.rollout.sampling.stop_token_ids={list(range(3, 3 + STOPS))}"
     common = [
-        "data.max_response_length=256", stops, "trainer.total_training_steps=24",
+        "data.max_response_length=256", stops, "trainer.total_training_steps=40",
         f"data.train_batch_size={prompts}", f"actor_rollout_ref.rollout.n={n}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
     ]  # fmt: skip
