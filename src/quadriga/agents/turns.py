@@ -27,8 +27,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 from quadriga.agents.environments import Message
@@ -254,12 +256,14 @@ class Turns:
     def _own(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """Return messages in the form for the template, those of the assistant unchanged."""
         chat: list[dict[str, Any]] = []
+        count = 0  # results of tools that follow each other
         for message in messages:
             own = dict(message)
             if own["role"] != "assistant":
                 own = with_texts(own, self._neutral)
-            if own["role"] == "tool":
-                own.setdefault("tool_call_id", _CALL_ID)
+            count = count + 1 if own["role"] == "tool" else 0
+            if count:
+                own.setdefault("tool_call_id", f"call{count - 1:05d}")
             if self._joins_users and own["role"] == "user" and chat and chat[-1]["role"] == "user":
                 own["content"] = chat.pop()["content"] + "\n\n" + own["content"]
             chat.append(own)
@@ -282,11 +286,9 @@ class Turns:
         """The form of the invented turn before results of tools: the first one that the template
         can write. See `invented_turn`. Raises `ModelError` if it writes no results of tools."""
         for form in (0, 1):
-            try:
+            with suppress(ModelError):
                 self._border_of(invented_turn(form), [_RESULT])
-            except ModelError:
-                continue
-            return form
+                return form
         self._border_of(invented_turn(2), [_RESULT])
         return 2
 
@@ -295,11 +297,17 @@ class Turns:
         return self._border_of(self._turn_before(messages), messages)
 
     def _turn_before(self, messages: Sequence[Message]) -> Message:
-        """Return an invented turn which these messages may follow."""
-        if messages[0]["role"] != "tool":
+        """Return an invented turn which these messages may follow: with a call for each result of
+        a tool, or with one, if the template writes only one."""
+        results = takewhile(lambda message: message["role"] == "tool", self._own(messages))
+        calls = [(str(own.get("name", "tool")), str(own["tool_call_id"])) for own in results]
+        if not calls:
             return invented_turn(2)
-        name = self._neutral(str(messages[0].get("name", "tool")))
-        return invented_turn(self._call_form, name)
+        with suppress(ModelError):  # Llama 3 writes one call alone
+            turn = invented_turn(self._call_form, calls)
+            if MARKER in self._alone_text(turn):  # gpt-oss writes the first one
+                return turn
+        return invented_turn(self._call_form, calls[:1])
 
     def _border_of(self, turn: Message, messages: Sequence[Message]) -> Border:
         return self._cut(turn, self._text([QUESTION, turn, *messages]))
@@ -310,12 +318,7 @@ class Turns:
 
         Raises `ModelError` if the template cannot write the turn, or does not write the marker.
         """
-        if (key := str(turn)) not in self._alone:
-            if len(self._alone) > _KEPT:
-                self._alone.clear()
-            self._alone[key] = self._text([QUESTION, turn], complete=True)
-        ends_here = self._alone[key]
-        _, found, behind = ends_here.partition(MARKER)
+        _, found, behind = self._alone_text(turn).partition(MARKER)
         _, found_again, rest = goes_on.partition(MARKER)
         if not (found and found_again):
             raise self._error("does not write a turn of the assistant")
@@ -337,6 +340,14 @@ class Turns:
         own = of_user[0] if last and of_user and rest.startswith(of_user[0]) else ""
         return Border((last, own), rest[len(own) :])
 
+    def _alone_text(self, turn: Message) -> str:
+        """Return the text of a conversation that ends with an invented turn."""
+        if (key := str(turn)) not in self._alone:
+            if len(self._alone) > _KEPT:
+                self._alone.clear()
+            self._alone[key] = self._text([QUESTION, turn], complete=True)
+        return self._alone[key]
+
     def _pieces(self, text: str) -> list[str]:
         """Return a text, divided before and behind each special token."""
         return [piece for piece in re.split(f"({self._special.pattern})", text) if piece]
@@ -346,20 +357,22 @@ class Turns:
         return ModelError(f"the chat template of the tokenizer {name!r} {problem}", path=name)
 
 
-def invented_turn(form: int, name: str = "probe") -> Message:
+def invented_turn(form: int, calls: Sequence[tuple[str, str]] = (("probe", _CALL_ID),)) -> Message:
     """Return a turn of the assistant with `MARKER` near its end.
 
     Args:
         form: 0, a call of a tool with its arguments as a dict; 1, with its arguments as JSON, as
             DeepSeek's templates need them; 2, no call.
-        name: of the tool.
+        calls: name of the tool, and id, of each call; the last one has the marker.
     """
     if form == 2:
         return {"role": "assistant", "content": MARKER}
-    given = {"value": MARKER}
-    function = {"name": name, "arguments": json.dumps(given) if form else given}
-    call = {"id": _CALL_ID, "type": "function", "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+    own = list[Message]()
+    for number, (name, identity) in enumerate(calls, 1):
+        given = {"value": MARKER if number == len(calls) else ""}
+        function = {"name": name, "arguments": json.dumps(given) if form else given}
+        own.append({"id": identity, "type": "function", "function": function})
+    return {"role": "assistant", "content": "", "tool_calls": own}
 
 
 def schema_name(schema: Mapping[str, Any]) -> str:

@@ -519,15 +519,9 @@ EstimatorInput = Tensor | Groups
 
 # Parameter names by which an estimator receives tensors. Every other parameter is a setting.
 INPUTS = (
-    "token_level_rewards_BT",
-    "response_mask_BT",
-    "groups",
-    "values_BT",
-    "reward_baselines_B",
-    "reward_components_BK",
-    "old_log_prob_BT",
-    "responses_BT",
-)
+    "token_level_rewards_BT", "response_mask_BT", "groups", "values_BT", "reward_baselines_B",
+    "reward_components_BK", "old_log_prob_BT", "responses_BT",
+)  # fmt: skip
 # Settings of the run that may be passed to any estimator. An estimator that does not read one of
 # them ignores it, so that the trainer can pass the same settings whichever estimator is chosen.
 SHARED_SETTINGS = ("gamma", "lam", "norm_adv_by_std", "whiten_advantages")

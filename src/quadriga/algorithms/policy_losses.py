@@ -20,14 +20,9 @@ PolicyLossFn = Callable[..., PolicyLoss]
 
 # Parameter names by which a loss receives tensors. Every other parameter is a setting.
 INPUTS = (
-    "log_prob_BT",
-    "old_log_prob_BT",
-    "advantages_BT",
-    "response_mask_BT",
-    "rollout_log_prob_BT",
-    "entropy_BT",
-    "selected_BT",
-)
+    "log_prob_BT", "old_log_prob_BT", "advantages_BT", "response_mask_BT", "rollout_log_prob_BT",
+    "entropy_BT", "selected_BT",
+)  # fmt: skip
 # Settings of the run that may be passed to any loss. A loss that does not read one of them ignores
 # it, so that the actor can pass the same settings whichever loss is chosen.
 SHARED_SETTINGS = ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
