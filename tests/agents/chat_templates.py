@@ -122,21 +122,10 @@ PLAIN = """\
 {%- if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
 
 FAMILIES = {
-    "Qwen2.5": QWEN25,
-    "Qwen3": QWEN3,
-    "Qwen3-Coder": QWEN3_CODER,
-    "Hermes": HERMES,
-    "Llama 3": LLAMA3,
-    "Mistral": MISTRAL,
-    "Gemma": GEMMA,
-    "gpt-oss": HARMONY,
-    "Phi": PHI,
-    "ChatML": CHATML,
-    "DeepSeek": DEEPSEEK,
-    "Granite": GRANITE,
-    "last end": LAST_END,
-    "plain": PLAIN,
-}
+    "Qwen2.5": QWEN25, "Qwen3": QWEN3, "Qwen3-Coder": QWEN3_CODER, "Hermes": HERMES, "Llama 3": LLAMA3,
+    "Mistral": MISTRAL, "Gemma": GEMMA, "gpt-oss": HARMONY, "Phi": PHI, "ChatML": CHATML,
+    "DeepSeek": DEEPSEEK, "Granite": GRANITE, "last end": LAST_END, "plain": PLAIN,
+}  # fmt: skip
 SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>",
     "<|python_tag|>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]",

@@ -4,6 +4,8 @@ For the templates of `chat_templates`: the text of an episode is compared with t
 template writes for its whole conversation.
 """
 
+import re
+
 import pytest
 from chat_templates import FAMILIES, LLAMA3, QWEN25, tokenizer_of
 
@@ -137,6 +139,15 @@ def test_a_turn_may_end_with_the_token_that_begins_the_next_one():
     more = [{"role": "user", "content": "Three.<role>"}]
     one, other = turns.following_ids([(sampled, more), ([*sampled, user], more)])
     assert (one, turns.text([*sampled, user]), one.count(role)) == ([user, *other], "Four.", 1)
+
+
+def test_each_result_of_a_tool_follows_a_call_of_its_own():
+    own = "messages[1].tool_calls | selectattr('id', 'equalto', m.tool_call_id) | list"
+    named = f"m.content + ' of ' + ({own})[0].function.name + '\n</tool"
+    tokenizer = tokenizer_of(QWEN25.replace("m.content + '\n</tool", named))
+    more = [{"role": "tool", "name": name, "content": "4"} for name in ("add", "take")]
+    [ids] = Turns(tokenizer, {}, [TOOL]).following_ids([([], more)])
+    assert re.findall(r"4 of \w+", tokenizer.decode(ids)) == ["4 of add", "4 of take"]
 
 
 def test_the_output_of_a_tool_cannot_write_a_turn():
