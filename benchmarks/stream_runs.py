@@ -2,7 +2,7 @@
 
     python benchmarks/stream_runs.py --accuracy FOLDER           # keeps the runs in FOLDER
     python benchmarks/stream_runs.py --accuracy FOLDER --runs 1  # makes the next run alone
-    python benchmarks/stream_runs.py --uneven                    # below four minutes
+    python benchmarks/stream_runs.py --uneven                    # five minutes
     python benchmarks/stream_runs.py --against CHECKOUT          # another version of Quadriga
 
 Prints JSON. `--accuracy` trains the model of `quadriga demo` after its supervised warm start: the
@@ -15,8 +15,8 @@ depend on the machine.
 `--uneven`: the same ranks generate and train, responses have up to 256 tokens, and most are short;
 in turns, runs without staleness, which wait for the longest response of each step, with staleness
 1, which carry the responses that have not ended into the next step, and with staleness 2 and three
-times the prompts of a step on their way. A step has 16 rows (4 prompts): with so few, a decoding
-step takes about as long for one row as for all, as on a GPU. `--rows 128` has 16 prompts.
+times the prompts of a step on their way. A step has 16 rows (4 prompts), with `--rows 128`
+16 prompts. On a CPU a decoding step takes longer with more rows, so this gains less than a GPU.
 
 `--against`: runs with `trainer.max_staleness=0` of this checkout and of another one in turns, which
 must end with the same model.

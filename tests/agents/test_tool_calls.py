@@ -67,6 +67,9 @@ def test_other_ways_to_write_a_call():
     f = [ToolCall("f", {"a": 1})]
     assert read('<|python_tag|>{"name": "f", "parameters": {"a": 1}}', "llama3") == (f, None)
     assert read('{"name": "Ann", "age": 3}', "llama3") == ([], None)
+    assert read('{"name": "now"}', "llama3") == ([ToolCall("now", {})], None)
+    assert read('[TOOL_CALLS]g{"a": 1[TOOL_CALLS]f{"a": 1}', "mistral")[0] == f
+    assert read(WRITTEN["qwen3_coder"].replace("</function>", ""), "qwen3_coder")[1] is None
     assert read('[TOOL_CALLS]f{"a": 1}', "mistral") == (f, None)
     assert read('[TOOL_CALLS]f[CALL_ID]x1[ARGS]{"a": 1}', "mistral") == (f, None)
     named = [ToolCall("f", {"a": "[TOOL_CALLS]"})]

@@ -235,7 +235,8 @@ class Parsed(NamedTuple):
 
 def parse_calls(text: str, format: ToolFormat) -> Parsed:
     """Return the calls in the text of a turn, without those in thoughts: up to the first `</think>`
-    that no `<think>` opens, and behind each `<think>`, to its end. A word in a call is text."""
+    that no `<think>` opens, and behind each `<think>`, to its end. A word in a call is text, but
+    not a special token of harmony."""
     found, thoughts, opened = list(_PARSERS[format](text)), list[tuple[int, int]](), -1
     calls = [(first, last) for each, first, last in found if isinstance(each, ToolCall)]
     for word in re.finditer(r"<(/?)think>|\[(/?)THINK\]", text):
@@ -307,7 +308,7 @@ def _hermes(text: str) -> Found:
 
 _PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]{1,200})>\n?(.*?)\n?</parameter>"
-    r"(?=\s*(?:<parameter=[^>\n]{1,200}>|</function>))",
+    r"(?=\s*(?:<parameter=[^>\n]{1,200}>|</function>|</tool_call>|\Z))",
     re.DOTALL,
 )
 """An argument ends before another one or the end of the call, so its text may have these words."""
@@ -319,23 +320,31 @@ def _qwen3_coder(text: str) -> Found:
         arguments, last = dict[str, Any](), begun.end()
         while argument := _PARAMETER.match(text, last):
             arguments[argument[1]], last = argument[2], argument.end()
-        ended = re.compile(r"\s*</function>(?:\s*</tool_call>)?").match(text, last)
+        ended = re.compile(r"\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>)").match(text, last)
         if begun[1] is not None and ended is not None:
             last = ended.end()
             yield ToolCall(begun[2], arguments, typed=False), begun.start(), last
             continue
-        end = "an argument must end with </parameter>"
-        must = end if begun[1] else "a call must begin with <function=NAME>"
+        inside = re.compile(r"\s*<parameter=").match(text, last) is not None
+        must = (
+            "an argument must end with </parameter>"
+            if inside
+            else "a call must end with </function>"
+        )
+        must = must if begun[1] else "a call must begin with <function=NAME>"
         yield f"{must}, got {cut(text[last:].strip(), 80)!r}", begun.start(), last
 
 
 def _llama3(text: str) -> Found:
-    before, tag, _ = text.partition("<|python_tag|>")
-    first = len(before) if tag else len(text) - len(text.rpartition("</think>")[2])
+    at, brace = text.find("<|python_tag|>"), text.find("{")
+    tag = "<|python_tag|>" if at >= 0 and not 0 <= brace < at else ""
+    thought = len(text) - len(text.rpartition("</think>")[2])
+    first = at if tag else 0 if brace == _behind_space(text, 0) else thought
     start = _behind_space(text, first + len(tag))
     while text.startswith("{", start):
         value, end = _json_at(text, start)
-        if not (isinstance(value, dict) and {"parameters", "arguments"} & {*value}) and not tag:
+        keys = {*value} if isinstance(value, dict) else set[str]()
+        if not (keys == {"name"} or {"parameters", "arguments"} & keys) and not tag:
             if re.match(r'\{\s*"name"\s*:', text[start:]) and not isinstance(value, dict):
                 yield _call_of(value), first, end
             return  # an answer in JSON
@@ -360,6 +369,7 @@ def _mistral(text: str) -> Found:
         )
         assert head is not None  # every part of it may be missing
         value, end = _json_at(text, head.end())
+        end = head.end() if isinstance(value, _NoJson) else end
         if head[1] is not None:  # NAME{…} or NAME[ARGS]{…}
             value = {"name": head[1], "arguments": value}
         for each in value if isinstance(value, list) else [value]:

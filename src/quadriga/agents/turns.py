@@ -73,8 +73,8 @@ class Border:
 class Turns:
     """Tokens of prompts and observations, as the chat template of a tokenizer writes them.
 
-    Special tokens in the texts of messages become ordinary ones (`neutraliser`), so that the output
-    of a tool cannot write a turn of another role.
+    Special tokens, and tokens that the template writes between turns, become ordinary ones in the
+    texts of messages and schemas (`neutraliser`), so that no tool writes a turn of another role.
 
     Args:
         chat_template_kwargs: arguments of the template.
@@ -117,6 +117,8 @@ class Turns:
         # Also tokens of the template that its tokenizer does not call special (DeepSeek).
         around = "".join(border.text for border in borders)
         self._neutral = neutraliser(tokenizer, more=[str(t) for t in added if str(t) in around])
+        if tools:
+            self._arguments["tools"] = with_texts(list(tools), self._neutral)
         words = {end for border in borders for end in border.ends if end}
         self.end_ids = frozenset(cast("list[int]", tokenizer.convert_tokens_to_ids(sorted(words))))
         self._ends = {*self.end_ids, *ends, tokenizer.eos_token_id}
@@ -223,7 +225,7 @@ class Turns:
 
     def _check_tools(self, tools: Sequence[Mapping[str, object]]) -> None:
         """Check that the template writes the tools into a prompt, and results of a tool."""
-        arguments: TemplateArguments = {"tools": with_texts(list(tools), self._neutral)}
+        arguments: TemplateArguments = {"tools": list(tools)}
         name = f"the chat template of the tokenizer {str(self._tokenizer.name_or_path)!r}"
         other = "use a model whose template has tools, or describe them in the prompt, and let the "
         other += "environment answer with messages of the user"

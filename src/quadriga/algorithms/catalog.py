@@ -40,13 +40,9 @@ class AlgorithmEntry:
 _SCHULMAN = "joschu.net/blog/kl-approx.html"
 # Inputs that every batch has; rows do not list them under `needs`.
 _ALWAYS_PRESENT = {
-    "token_level_rewards_BT",
-    "response_mask_BT",
-    "log_prob_BT",
-    "old_log_prob_BT",
-    "advantages_BT",
-    "selected_BT",
-}
+    "token_level_rewards_BT", "response_mask_BT", "log_prob_BT", "old_log_prob_BT",
+    "advantages_BT", "selected_BT",
+}  # fmt: skip
 
 
 def describe_algorithms() -> list[AlgorithmEntry]:

@@ -453,7 +453,7 @@ class AgentConfig(PathSettings):
     # a turn with so many tokens has ended, rounded up to rollout.slice_tokens; None: only
     # data.max_response_length bounds it, which holds all turns and observations
     max_turn_tokens: Count | None = None
-    max_seconds: Positive | None = None  # after so many an episode ends with the turn that it is in
+    max_seconds: Positive | None = None  # an episode that has lasted so long ends with its turn
     concurrency: Count = 256  # episodes at once
     processes: Count = 2  # that host the environments
     spread: bool = False  # these processes are on all nodes of the Ray cluster in turn

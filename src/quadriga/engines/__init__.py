@@ -68,13 +68,8 @@ ENGINES = {
         "quadriga.engines.memory:fsdp_memory",
         "quadriga.engines.tensor_parallel:check_model",
         reads=(
-            "reduce_dtype",
-            "reshard_after_forward",
-            "reduce_each_micro_batch",
-            "offload_policy",
-            "fsdp_size",
-            "fused_head",
-            "sequence_parallel_size",
+            "reduce_dtype", "reshard_after_forward", "reduce_each_micro_batch", "offload_policy",
+            "fsdp_size", "fused_head", "sequence_parallel_size",
         ),
     ),
     "megatron": EngineKind(
@@ -83,18 +78,14 @@ ENGINES = {
         "quadriga.engines.megatron.families:check_model",
         "quadriga.engines.megatron.families:check_engine",
         reads=(
-            "pipeline_parallel_size",
-            "virtual_pipeline_parallel_size",
-            "expert_parallel_size",
-            "expert_tensor_parallel_size",
-            "sequence_parallel",
-            "distributed_optimizer",
+            "pipeline_parallel_size", "virtual_pipeline_parallel_size", "expert_parallel_size",
+            "expert_tensor_parallel_size", "sequence_parallel", "distributed_optimizer",
         ),
         in_stages=True,
         stores_checkpoint_weights=False,
         computes_full_kl=False,
     ),
-}
+}  # fmt: skip
 
 
 def kind_of(engine: EngineConfig) -> EngineKind:

@@ -59,7 +59,7 @@ _MARKS = (CONFIG, METRICS)  # a folder with one of these holds a run
 _REPLACED = f"{MODEL}.replaced"
 _EXPORTS = (f"{MODEL}.partial", _REPLACED)
 # What a run that begins again writes anew. Each start has its own run in other trackers.
-OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT, REPORT)
+OF_STEPS = (METRICS, SAMPLES, STREAM, TENSORBOARD, PLOT, REPORT, CALLS)
 RECORDS = (*OF_STEPS, EVENTS)
 ALL = (CONFIG, *RECORDS, *OF_TRACKERS, PROFILE, CHECKPOINTS, MODEL, *_EXPORTS)
 
@@ -191,7 +191,7 @@ class RunFolder:
             for name in OF_STEPS:
                 remove(self.path / name)
             return
-        for path in (self.metrics, self.samples):
+        for path in (self.metrics, self.samples, self.path / CALLS):
             if path.exists():
                 keep_rows(path, lambda row: step_of(row) <= step)
 

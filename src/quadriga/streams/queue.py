@@ -74,7 +74,7 @@ class PromptQueue:
         overlaps: generation goes on while the policy is trained; False: `most` groups may begin.
 
     The bound allows more groups than most runs need, and a group that waits to be trained grows
-    old. So if they overlap, the groups that may have begun, `aim`, are one batch at first. They
+    old. So with `overlaps`, the groups that may have begun, `aim`, are one batch at first. They
     become one batch more in each step for which the trainer waits, and fewer if many are ready:
     by a quarter of those that are left over beyond a quarter of a batch. Steps of 8 groups, at most
     40 on their way:

@@ -289,9 +289,11 @@ class StreamedSampler:
 
     @contextmanager
     def syncing(self) -> Iterator[Applying | None]:
-        """Within the block the replicas receive weights. `rollout.update` says what goes on: none
-        is called, or, in flight, all go on and use the weights after the calls before the value's
-        context. A replica that is to be started with these weights pauses the others, too."""
+        """Within the block the replicas receive weights. With `rollout.update=in_flight` they go on
+        generating, and the value is a context manager: calls that were submitted before it is
+        entered use the old weights. Otherwise it is None and no replica is called; with `drain`,
+        responses that have begun end first. In flight, too, a replica that is to be started with
+        these weights pauses the others."""
         in_flight = self._update == "in_flight" and self.overlaps
         if in_flight and not any(True for _ in self.replicas.to_start()):
             yield self._between_calls

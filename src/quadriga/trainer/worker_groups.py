@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,7 +19,7 @@ from quadriga.config.schema import RunConfig, TrainConfig
 from quadriga.errors import QuadrigaError, RolloutOutputError
 from quadriga.files import atomic_write, writing
 from quadriga.observability.jsonl import JsonlFile, read_jsonl
-from quadriga.observability.profiling import stop_profile
+from quadriga.observability.profiling import ProfiledCall, stop_profile
 from quadriga.observability.run_folder import CALLS, METRICS, PROFILE, STREAM
 from quadriga.observability.trackers import points_of
 from quadriga.protocol import DataProto, DataProtoFuture, fields
@@ -97,6 +98,15 @@ class StartedGroups:
             for group in reversed(self.groups):
                 stack.callback(group.shutdown)
 
+    def _profiled_calls(self, view: WorkerGroup) -> list[ProfiledCall]:
+        """End the profile of a group, and return its calls; none if it was lost meanwhile."""
+        try:
+            return list(chain.from_iterable(view.stop_profile()))
+        except QuadrigaError:
+            if self.backend.dead(view._ranks.handles):
+                return []
+            raise
+
     @contextmanager
     def profiled(self, trainer: RunConfig, step: int) -> Iterator[None]:
         """Within the block, trace every rank if the step is one of `trainer.profile.steps`. Then
@@ -111,10 +121,12 @@ class StartedGroups:
         for group in self.groups:
             role, name = group.roles[0], "+".join(group.roles)
             streamed = tool == "calls" and role == "rollout" and (run / STREAM).is_file()
-            if has_method(group, role, "start_profile") and not streamed:
+            lost = bool(self.backend.dead(group._ranks.handles))
+            if has_method(group, role, "start_profile") and not (streamed or lost):
                 name += f"_{len(views)}" if name in views else ""
                 views[name] = group.spawn([role])[role]
                 views[name].stop_profile()  # one that a lost step has left
+        began = time.time()
         for name, view in views.items():
             view.start_profile(tool, str(folder / name))
         try:
@@ -123,7 +135,7 @@ class StartedGroups:
             stop_profile()
             raise
         ended = time.time()
-        calls = [call for view in views.values() for own in view.stop_profile() for call in own]
+        calls = list(chain.from_iterable(map(self._profiled_calls, views.values())))
         ranks = [
             (f"{c.role} rank {c.rank}", c.method, c.start - ended, c.end - ended) for c in calls
         ]
@@ -134,7 +146,8 @@ class StartedGroups:
             lines.write({"step": step, "calls": ranks})
         if tool == "calls":
             return
-        spans = [Span(*call, 0) for call in ranks]
+        took = ended - began
+        spans = [Span(role, name, start + took, end + took, 0) for role, name, start, end in ranks]
         if (run / METRICS).is_file():  # its last row is this step's, and was written just now
             _, elapsed = points_of(read_jsonl(run / METRICS), "progress/elapsed")
             spans = [span for span in recorded_spans(run) if span.end > [0.0, *elapsed][-2]]

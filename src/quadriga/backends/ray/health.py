@@ -257,26 +257,20 @@ LAST_BYTES = 64 * 1024
 """How much of the end of a log file is read."""
 
 COLLECTIVES = (
-    "torch/distributed/distributed_c10d.py",
-    "torch/distributed/_functional_collectives.py",
-    "torch/distributed/rendezvous.py",
-    "torch/distributed/nn/functional.py",
+    "torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py",
+    "torch/distributed/rendezvous.py", "torch/distributed/nn/functional.py",
     "torch/distributed/tensor/_collective_utils.py",
     "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py",
-    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py",
-    "ray/util/collective/",
-)
+    "torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py", "ray/util/collective/",
+)  # fmt: skip
 """Files whose functions wait for other ranks. Other files of `torch/distributed` compute, or write
 checkpoints to a disk that may be slow."""
 _LOCAL_STEPS = ("_object_to_tensor", "_tensor_to_object")
 """Functions of those files that pickle, and wait for no other rank."""
 _WRAPPERS = (
-    "torch/distributed/c10d_logger.py",
-    "torch/utils/_contextlib.py",
-    "torch/_ops.py",
-    "torch/_compile.py",
-    "torch/_dynamo/eval_frame.py",
-)
+    "torch/distributed/c10d_logger.py", "torch/utils/_contextlib.py", "torch/_ops.py",
+    "torch/_compile.py", "torch/_dynamo/eval_frame.py",
+)  # fmt: skip
 """Files whose frames stand between a collective and the code that called it."""
 
 

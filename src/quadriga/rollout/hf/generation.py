@@ -351,27 +351,20 @@ class Generation:
             kept: rows of earlier calls.
             found: the rows that are among them, in order. The other prompts are computed.
         """
-
-        def begins(row: int) -> bool:
-            return not self.sampled[row]
-
         self.begun = begun_responses(prompt_ids, self.sampled)
         self.prompt_columns = prompt_ids.shape[1]
         parts: list[tuple[Caches, Tensor, Tensor]] = []
         for _, own in groupby(found, lambda one: one.size):
             parts.append(self._added(prompt_ids, kept, [*own]))
         old = [one.row for one in found]
-        others = [i for i in range(len(prompt_ids)) if i not in {*old}]
-        # Prompts alone: beside rows with tokens of earlier calls they would be mostly padding.
-        for _, prompts in groupby(sorted(others, key=begins), begins):
-            rows = torch.tensor([*prompts])
+        rows = torch.tensor([i for i in range(len(prompt_ids)) if i not in {*old}])
+        if len(rows):
             of_rows = None if images is None else images.select(rows)
             parts.append(self._prefilled(rows, prompt_ids[rows], attention_mask[rows], of_rows))
-            old += rows.tolist()
         caches, logits, positions = zip(*parts, strict=True)
         self.rows = _joined(caches)
         self.logits, self.positions = torch.cat(logits), torch.cat(positions)
-        self.active = torch.tensor(old, device=self.device)
+        self.active = torch.tensor([*old, *rows.tolist()], device=self.device)
         self.uniform, self.sampled = self.uniform[self.active], self.sampled[self.active]
 
     def _added(

@@ -52,12 +52,9 @@ Problems = Iterator[tuple[str, str]]
 Config = schema.TrainConfig | SFTConfig | RMConfig | GenerationConfig
 
 _DEGREES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "context_parallel_size",
-    "expert_parallel_size",
-    "expert_tensor_parallel_size",
-)
+    "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size",
+    "expert_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
 
 
 def refuse(config: Config, problems: Problems) -> None:
