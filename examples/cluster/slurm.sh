@@ -31,10 +31,12 @@ done
 for node in "${nodes[@]:1}"; do start "$node" --address="$RAY_ADDRESS"; done
 
 # SLURM sends USR1 to this script five minutes before the end; Quadriga saves and stops at it.
+run="" early=""
+trap 'if [[ $run ]]; then kill -USR1 "$run"; else early=1; fi' USR1
 srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" \
   quadriga "$@" trainer.nnodes="${#nodes[@]}" trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" &
 run=$!
-trap 'kill -USR1 "$run"' USR1
+if [[ $early ]]; then kill -USR1 "$run"; fi
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 code=0
 wait "$run" || code=$?
