@@ -289,11 +289,9 @@ class StreamedSampler:
 
     @contextmanager
     def syncing(self) -> Iterator[Applying | None]:
-        """Within the block the replicas receive weights. With `rollout.update=in_flight` they go on
-        generating, and the value is a context manager: calls that were submitted before it is
-        entered use the old weights. Otherwise it is None and no replica is called; with `drain`,
-        responses that have begun end first. In flight, too, a replica that is to be started with
-        these weights pauses the others."""
+        """Within the block the replicas receive weights. In flight they go on generating, and the
+        value is a context manager: calls submitted before it is entered use the old weights.
+        Otherwise, also if a replica is to be started again, it is None, and none is called."""
         in_flight = self._update == "in_flight" and self.overlaps
         if in_flight and not any(True for _ in self.replicas.to_start()):
             yield self._between_calls
