@@ -80,7 +80,8 @@ async def rollout(model, row: Mapping[str, object]):
         writer.close()
     if "error" in told:
         raise RuntimeError(told["error"])
-    return Done(float(told["answer"].strip() == row["answer"]))
+    right = float(told["answer"].strip() == row["answer"])
+    return Done(right, {"won": right})
 
 
 def main(steps: int = 20, warm_steps: int = 200) -> list[dict[str, float]]:
