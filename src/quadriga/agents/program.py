@@ -246,7 +246,7 @@ class Program:
             return Reply({"role": "assistant", "content": action.text}, action)
         found, problem, content = parse_calls(action.text, cast("ToolFormat", self._format))
         known = {tool["function"]["name"]: Tool(print, tool) for tool in request.tools}
-        calls = list[dict[str, Any]]()
+        calls = list[Message]()
         for number, call in enumerate(found):
             given = known[call.name].given(call) if call.name in known else call.arguments
             function = {"name": call.name, "arguments": json.dumps(dict(given))}

@@ -317,7 +317,7 @@ _PARAMETER = re.compile(
 def _qwen3_coder(text: str) -> Found:
     last = 0
     while begun := re.compile(r"<tool_call>\s*(<function=([^>\n]{1,200})>)?").search(text, last):
-        arguments, last = dict[str, Any](), begun.end()
+        arguments, last = dict[str, str](), begun.end()
         while argument := _PARAMETER.match(text, last):
             arguments[argument[1]], last = argument[2], argument.end()
         ended = re.compile(r"\s*(?:</function>(?:\s*</tool_call>)?|</tool_call>)").match(text, last)

@@ -436,7 +436,7 @@ def tensor_names(batch: DataProto) -> list[str]:
 
 @dataclass(frozen=True, eq=False)
 class StageRunner:
-    """Runs stages, and those of added roles before and after them.
+    """Runs the stages of a step, and before and after them the stages of added roles.
 
     Args:
         added: the stages of added roles.

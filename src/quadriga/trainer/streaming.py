@@ -165,7 +165,7 @@ class StreamedSampler:
         self.queue.add([PromptGroup(number, own) for number, own in groups])
 
     def _counts(self) -> Metrics:
-        """Count the groups on their way, and those of the run that were moved or dropped."""
+        """Count the groups on their way, and the groups that the run has moved or dropped."""
         waiting = len(self.queue.waiting)
         return {
             "stream/waiting": float(waiting),

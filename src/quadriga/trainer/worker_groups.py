@@ -111,7 +111,7 @@ class StartedGroups:
     def profiled(self, trainer: RunConfig, step: int) -> Iterator[None]:
         """Within the block, trace every rank if the step is one of `trainer.profile.steps`. Then
         write one file for each rank, and `roles.json` with the work of all roles. `calls.jsonl`
-        has the calls of each such step, without those of replicas in `stream.jsonl`."""
+        has the calls of each such step; calls of replicas are in `stream.jsonl`."""
         run, tool = Path(trainer.default_local_dir), trainer.profile.tool
         if step not in (trainer.profile.steps or [step] * (tool == "calls")):
             yield
